@@ -146,9 +146,7 @@ class TransformerConfig:
 
 def param_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Path (joined by "/") -> shape of every parameter, in order from embedding to unembedding."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed/embedding": (config.vocab_size, config.model_dim)
-    }
+    shapes: dict[str, tuple[int, ...]] = {"embed/embedding": (config.vocab_size, config.model_dim)}
     for layer in range(config.num_layers):
         for path, shape in block_param_shapes(config).items():
             shapes[f"blocks/{layer}/{path}"] = shape

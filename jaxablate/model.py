@@ -137,15 +137,24 @@ class Block(nnx.Module):
         return self.attn.qkv(self.attn_norm(x), rope)
 
     def finish(
-        self, x: Float[Array, "S B T D"], attended: Float[Array, "S B T D"] | None
-    ) -> Float[Array, "S B T D"]:
-        """The block's output from its input and its attention's (None: attention removed)."""
-        if self.parallel_residual:
-            y = x + self.mlp(self.mlp_norm(x))
-            return y if attended is None else y + attended
+        self,
+        x: Float[Array, "S B T D"],
+        attended: Float[Array, "C B T D"] | None,
+        mlp: bool = True,
+    ) -> Float[Array, "E B T D"]:
+        """The block's output from its input and its attention's, either of which may be shared.
+
+        Args:
+          x: the residual stream before the block, S states; 1 is shared by all.
+          attended: the projected attention output, or None where the attention is removed.
+          mlp: False where the MLP is removed.
+        """
+        before_mlp = x
         if attended is not None:
             x = x + attended
-        return x + self.mlp(self.mlp_norm(x))
+        if not mlp:
+            return x
+        return x + self.mlp(self.mlp_norm(before_mlp if self.parallel_residual else x))
 
 
 class Unembedding(nnx.Module):

@@ -1,0 +1,139 @@
+"""The compiled steps of a sweep: one block for a chunk of states, plain or edited.
+
+Each is compiled once per shape, whatever the number of layers: the layer's weights are arguments.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxablate.attention import LayerPrefix, attend_one
+from jaxablate.model import QKV, Block, RopeTables, Unembedding
+
+
+class Attended(NamedTuple):
+    """What a parent's attention computed, shared by all its edited children: P parents."""
+
+    qkv: QKV
+    heads: Array  # [P, B, T, N, H], every head's output before W_O
+
+
+class Edits(NamedTuple):
+    """The edits of C children as arrays; None where no child of the chunk has that edit.
+
+    swap_heads: [C, M] KV heads whose prefix is replaced.
+    swap: their keys and values [C, M, R, H] and bias [C, M, R].
+    gates: [C, N] factors of the query heads.
+    null_output: [N, H], what a gate of 0 leaves instead of zero.
+    """
+
+    swap_heads: Array | None = None
+    swap: LayerPrefix | None = None
+    gates: Array | None = None
+    null_output: Array | None = None
+
+
+@jax.jit
+def plain_step(
+    block: Block,
+    x: Float[Array, "S B T D"],
+    rope: RopeTables,
+    prefix: LayerPrefix | None,
+) -> Float[Array, "S B T D"]:
+    """An unedited block for a chunk of states."""
+    return block(x, rope, prefix)
+
+
+@jax.jit
+def attention_step(
+    block: Block,
+    x: Float[Array, "P B T D"],
+    rope: RopeTables,
+    prefix: LayerPrefix | None,
+) -> Attended:
+    """Queries, keys, values and head outputs of the parents of edited states."""
+    qkv = block.qkv(x, rope)
+    return Attended(qkv, block.attn.heads(qkv, prefix))
+
+
+@functools.partial(jax.jit, static_argnames=("children", "mlp"))
+def edited_step(
+    block: Block,
+    x: Float[Array, "P B T D"],
+    attended: Attended | None,
+    edits: Edits,
+    children: int,
+    mlp: bool,
+) -> Float[Array, "C B T D"]:
+    """An edited block for C children of P parents, where P is 1 (shared) or C (one each).
+
+    Args:
+      attended: the parents' attention, or None where the edit removes it.
+      mlp: False where the edit removes the MLP.
+    """
+    x = jnp.broadcast_to(x, (children, *x.shape[1:])) if not block.parallel_residual else x
+    projected = None
+    if attended is not None:
+        heads = attended.heads
+        if edits.swap is not None:
+            heads = _swap_heads(attended, edits)
+        if edits.gates is not None:
+            heads = _gate_heads(heads, edits)
+        projected = block.attn.project(heads)
+    out = block.finish(x, projected, mlp=mlp)
+    return jnp.broadcast_to(out, (children, *out.shape[1:]))
+
+
+def _swap_heads(attended: Attended, edits: Edits) -> Float[Array, "C B T N H"]:
+    """Recompute the query heads of the swapped KV heads alone; keep the parents' others."""
+    parents, num_heads = attended.heads.shape[0], attended.heads.shape[3]
+    group = num_heads // attended.qkv.k.shape[3]
+
+    def one_child(child: tuple[Array, Array, LayerPrefix]) -> Float[Array, "B T N H"]:
+        index, kv_heads, prefixes = child
+        parent = jax.tree.map(lambda a: a[index if parents > 1 else 0], attended)
+        heads = parent.heads
+        for m in range(kv_heads.shape[0]):
+            prefix = LayerPrefix(*(jnp.expand_dims(a[m], 0) for a in prefixes))
+            qkv = _group_of(parent.qkv, kv_heads[m], group)
+            new = jax.lax.map(lambda qkv, prefix=prefix: attend_one(*qkv, prefix), qkv)
+            heads = jax.lax.dynamic_update_slice_in_dim(
+                heads, new.astype(heads.dtype), kv_heads[m] * group, axis=2
+            )
+        return heads
+
+    children = edits.swap_heads.shape[0]
+    return jax.lax.map(one_child, (jnp.arange(children), edits.swap_heads, edits.swap))
+
+
+def _group_of(qkv: QKV, kv_head: Int[Array, ""], group: int) -> tuple[Array, Array, Array]:
+    """Queries [B, T, G, H], keys and values [B, T, 1, H] of one KV head."""
+    return (
+        jax.lax.dynamic_slice_in_dim(qkv.q, kv_head * group, group, axis=2),
+        jax.lax.dynamic_slice_in_dim(qkv.k, kv_head, 1, axis=2),
+        jax.lax.dynamic_slice_in_dim(qkv.v, kv_head, 1, axis=2),
+    )
+
+
+def _gate_heads(heads: Float[Array, "P B T N H"], edits: Edits) -> Float[Array, "C B T N H"]:
+    gates = jnp.expand_dims(edits.gates, (1, 2, 4)).astype(heads.dtype)
+    gated = heads * gates
+    if edits.null_output is not None:
+        null = jnp.expand_dims(edits.null_output.astype(heads.dtype), (0, 1, 2))
+        gated = gated + (1 - gates) * null
+    return gated
+
+
+@jax.jit
+def nll_step(
+    head: Unembedding,
+    x: Float[Array, "M D"],
+    targets: Int[Array, "M"],
+) -> Float[Array, "M"]:
+    """Negative log-likelihood of each target in nats, float32."""
+    logits = head(x)
+    chosen = jnp.take_along_axis(logits, jnp.expand_dims(targets, 1), axis=1)
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.squeeze(chosen, 1)
