@@ -216,6 +216,72 @@ class Run:
                 label=self._label,
                 unit=self._unit,
             )
+        return self._progress
+
+    def pending(self) -> Iterator[PartSpec]:
+        """Yields each missing part, for the caller to compute and `write`; shows progress.
+
+        Raises Interrupted between two parts once a stop was asked for.
+        """
+        parts = self.missing()
+        if not parts:
+            return
+        with self.progress:
+            for part in parts:
+                interrupt.check()
+                yield part
+            interrupt.check()
+
+    # --- rows --------------------------------------------------------------------------------
+
+    def write(self, part: PartSpec, part_rows: Iterable[Mapping[str, Any]]) -> None:
+        """Writes one part's rows; when it returns they survive whatever comes.
+
+        Args:
+          part: one of the plan's.
+          part_rows: mappings from column to Python value: "configuration", "scored_tokens",
+            "nll_sum", and whichever else differ between rows ("question", "block_nll", own
+            columns). Experiment, digests, document and constants are filled in.
+
+        Raises:
+          TypeError, ValueError: rows that are not this part's or not of the declared columns.
+          UserError: a likelihood that is not a number; a full disk.
+        """
+        key = part_key(digest(self._identity), part)
+        if key not in self._specs:
+            raise ValueError(f"{part} is not in the plan")
+        same = {**self._same, "document": part.document, "document_digest": part.document_digest}
+        table = rows.table_from_rows(part_rows, self.schema, same)
+        self._files.write(key, rows.in_order(table, part.configurations))
+        if self._record is not None:
+            self._record.computed += 1
+        if key in self._mine and key not in self._done:
+            self._done.add(key)
+            cost, items = self._amount_done
+            self._amount_done = (cost + part.cost, items + len(part.configurations))
+        self.progress.reach(*self._amount_done)
+
+    def finish(self) -> Path | None:
+        """Writes OUT/rows.parquet, rows.csv and run.json from the parts, in the plan's order.
+
+        Returns the path of rows.parquet; or None for a shard while parts of other shards are not
+        in OUT: then `python experiments/merge.py` joins the shards' directories.
+
+        Raises:
+          UserError: a full disk, or a part damaged since it was written.
+          RuntimeError: parts of this run are not written yet.
+        """
+        plan = self._planned()
+        if self._complete:
+            return self.out / "rows.parquet"
+        if absent := self.missing():
+            raise RuntimeError(f"{len(absent)} parts of {self.out} are not computed yet")
+        if any(not self._files.path(key).exists() for key in plan.keys):
+            self._save("shard complete")
+            _say(
+                f"shard {self.shard} is done: {len(self._mine)} of {len(plan.parts)} parts; when "
+                "all are, join them with: python experiments/merge.py DIR... --out=OUT"
+            )
             return None
         sha256 = assemble(self.out, plan, self._files)
         self._save("complete", rows_sha256=sha256)
