@@ -94,7 +94,7 @@ def cached_singular_values(
     if cache_dir is None:
         return singular_values(matrix, dtype=dtype)
     digest = hashlib.sha256(f"{matrix.shape} {matrix.dtype} {dtype} 1 ".encode())
-    digest.update(np.ascontiguousarray(matrix).view(np.uint8))
+    digest.update(np.ascontiguousarray(matrix).tobytes())
     path = Path(cache_dir).resolve() / f"{digest.hexdigest()}.npy"
     if path.is_file():
         try:
