@@ -123,10 +123,10 @@ def plain_case(
     Raises:
       UserError: counts out of range, or a document that is too short (with both counts).
     """
-    if scored_tokens < 1 or protect < 0:
+    if article_tokens < 1 or scored_tokens < 1 or protect < 0:
         raise UserError(
-            f"at least 1 scored token and 0 protected ones are needed, got {scored_tokens} and "
-            f"{protect}"
+            f"article_tokens and scored_tokens must be at least 1 and protect at least 0, got "
+            f"{article_tokens}, {scored_tokens} and {protect}"
         )
     lead = tokenizer.leading_bos(bos)
     needed = article_tokens + scored_tokens
@@ -218,7 +218,7 @@ def context_ids(
     """
     forms = forms or PromptForms()
     # The same prompt around a text that no template contains shows where the article stands.
-    marker = "\x1f\x1earticle\x1e\x1f"
+    marker = "@@the-article-stands-here@@"
     before, _, after = _render_context(marker, tokenizer, forms).partition(marker)
     text = before + article + after
     if _render_context(article, tokenizer, forms) != text:

@@ -97,7 +97,7 @@ class Tokenizer:
         encoding = self.backend.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
-    def decode(self, ids: Sequence[int] | Int[np.ndarray, " T"], skip_special: bool = False) -> str:
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " _"], skip_special: bool = False) -> str:
         """The text of `ids`."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 

@@ -84,8 +84,8 @@ def windows(
 
 
 def continuations(
-    prompts: Sequence[Int[np.ndarray, " P"]],
-    answers: Sequence[Int[np.ndarray, " A"]],
+    prompts: Sequence[Int[np.ndarray, " _"]],
+    answers: Sequence[Int[np.ndarray, " _"]],
     start: int,
     length: int | None = None,
 ) -> Batch:
