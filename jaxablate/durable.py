@@ -2,17 +2,17 @@
 
 import contextlib
 import errno
+import io
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from jaxablate.errors import UserError
 
 
 @contextlib.contextmanager
-def replacing(path: Path, owner: str) -> Iterator[BinaryIO]:
+def replacing(path: Path, owner: str) -> Iterator[io.BufferedIOBase]:
     """Gives a file to write; on success it becomes `path` in one step, on failure nothing changes.
 
     The content reaches the disk before its name does, and the name before this returns. Leftovers

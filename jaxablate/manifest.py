@@ -83,7 +83,7 @@ def make_plan(run_identity: Mapping[str, Any], specs: Sequence[PartSpec]) -> Pla
             "configurations": len(spec.configurations),
             "first": spec.configurations[0],
             "last": spec.configurations[-1],
-            "cost": spec.cost,
+            "cost": float(spec.cost),
         }
         for spec in specs
     )

@@ -34,7 +34,7 @@ class PartSpec:
     document: str
     document_digest: str
     configurations: tuple[str, ...]
-    cost: float = 1.0
+    cost: float | int = 1.0
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ def part_key(identity_digest: str, part: PartSpec) -> str:
 
 
 def group_configurations(
-    configurations: Sequence[str], costs: Sequence[float], part_cost: float
+    configurations: Sequence[str], costs: Sequence[float | int], part_cost: float | int
 ) -> list[tuple[tuple[str, ...], float]]:
     """Cuts configurations into consecutive groups of about `part_cost` each, order kept.
 

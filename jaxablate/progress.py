@@ -1,9 +1,10 @@
 """A progress line with rate and time left, weighted by what the work costs."""
 
+import io
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any
 
 
 class Progress:
@@ -23,21 +24,21 @@ class Progress:
 
     def __init__(
         self,
-        total: float,
+        total: float | int,
         items: int,
         *,
-        done: float = 0.0,
+        done: float | int = 0.0,
         done_items: int = 0,
         label: str = "",
         unit: str = "configurations",
-        stream: TextIO | None = None,
-        log_seconds: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
+        stream: io.TextIOBase | None = None,
+        log_seconds: float | int = 10.0,
+        clock: Callable[[], float | int] = time.monotonic,
     ):
         self.total, self.items = float(total), items
         self.done, self.done_items = float(done), done_items
         self.label, self.unit = label, unit
-        self._stream = sys.stderr if stream is None else stream
+        self._stream: Any = sys.stderr if stream is None else stream
         self._terminal = bool(getattr(self._stream, "isatty", lambda: False)())
         self._pause = 0.2 if self._terminal else log_seconds
         self._clock = clock
@@ -45,11 +46,11 @@ class Progress:
         self._first, self._first_items = self.done, done_items
         self._width = 0
 
-    def advance(self, cost: float, items: int = 0) -> None:
+    def advance(self, cost: float | int, items: int = 0) -> None:
         """Adds finished work and shows it if it is time to."""
         self.reach(self.done + cost, self.done_items + items)
 
-    def reach(self, done: float, done_items: int) -> None:
+    def reach(self, done: float | int, done_items: int) -> None:
         """Sets the finished work, and so corrects the sum of finer advances."""
         self.done = min(done, self.total)
         self.done_items = min(done_items, self.items)
@@ -73,7 +74,7 @@ class Progress:
         self.close()
 
     @property
-    def seconds_left(self) -> float | None:
+    def seconds_left(self) -> float | int | None:
         """Predicted from the cost finished since the start; None before any was."""
         gone, cost = self._clock() - self._started, self.done - self._first
         return None if cost <= 0 else (self.total - self.done) * gone / cost
@@ -104,7 +105,7 @@ class Progress:
         self._stream.flush()
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: float | int) -> str:
     """Seconds as m:ss, h:mm:ss, or days."""
     whole = round(seconds)
     if whole >= 86_400:

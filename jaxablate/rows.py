@@ -6,11 +6,12 @@ compression, no statistics, fixed row groups.
 """
 
 import hashlib
+import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -108,18 +109,30 @@ def table_from_rows(
     arrays = []
     for field in arrow:
         default = same.get(field.name, _DEFAULTS.get(field.name))
-        values = [row.get(field.name, default) for row in rows]
-        try:
-            array = pa.array(values, field.type)
-        except (pa.ArrowException, TypeError, ValueError) as error:
-            raise TypeError(f"column {field.name!r} wants {field.type}: {error}") from error
-        if array.null_count and not field.nullable:
-            raise TypeError(f"column {field.name!r} needs a value in every row")
-        arrays.append(array)
+        arrays.append(_column([row.get(field.name, default) for row in rows], field))
     table = pa.table(arrays, schema=arrow)
     if schema.scored:
         _refuse_nan(table)
     return table
+
+
+def _column(values: Sequence[Any], field: pa.Field) -> pa.Array:
+    """`values` as exactly the type of `field`."""
+    try:
+        # Arrow would cut the fraction off.
+        if pa.types.is_integer(field.type) and any(
+            isinstance(v, np.floating | float) for v in values
+        ):
+            raise TypeError("got a fraction")
+        array = pa.array(values, field.type)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise TypeError(f"column {field.name!r} wants {field.type}: {error}") from error
+    nulls = array.null_count
+    if pa.types.is_list(field.type):
+        nulls += array.flatten().null_count
+    if nulls and not field.nullable:
+        raise TypeError(f"column {field.name!r} needs a value in every row")
+    return array
 
 
 def _refuse_nan(table: pa.Table) -> None:
@@ -136,7 +149,7 @@ def _refuse_nan(table: pa.Table) -> None:
 
 
 def encode(
-    sink: BinaryIO, schema: RowSchema, groups: Iterable[pa.Table], about: Mapping[str, Any]
+    sink: io.BufferedIOBase, schema: RowSchema, groups: Iterable[pa.Table], about: Mapping[str, Any]
 ) -> None:
     """Writes one Parquet file, one row group per table of `groups`, with `about` in its footer."""
     arrow = schema.arrow
@@ -250,7 +263,7 @@ def regroup(tables: Iterable[pa.Table], rows_per_group: int = 50_000) -> Iterato
         yield pa.concat_tables(held)
 
 
-def write_csv(sink: BinaryIO, schema: RowSchema, tables: Iterable[pa.Table]) -> None:
+def write_csv(sink: io.BufferedIOBase, schema: RowSchema, tables: Iterable[pa.Table]) -> None:
     """The same rows as text, without the lists; None is an empty field, "" a quoted one."""
     names = [name for name in schema.arrow.names if name != "block_nll"]
     options = pyarrow.csv.WriteOptions(include_header=True)

@@ -90,7 +90,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     return int(text)
 
 
-def split(costs: Sequence[float], count: int) -> list[list[int]]:
+def split(costs: Sequence[float | int], count: int) -> list[list[int]]:
     """Indices of each of `count` shares: the longest first, each to the least loaded share.
 
     Every machine computes the same split from the same costs: ties go to the earlier piece, and to
