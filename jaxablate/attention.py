@@ -4,7 +4,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
+
+# Queries of one sequence that are scored at a time: they need no keys after their tile's end, and
+# their scores stay in a processor's cache. Long sequences get longer tiles, never more than 16.
+_TILE, _MOST_TILES = 256, 16
 
 
 class LayerPrefix(NamedTuple):
@@ -27,13 +32,20 @@ def attend(
 ) -> Float[Array, "S B T N H"]:
     """Softmax attention over the prefix and, causally, the sequence itself.
 
-    Each sequence runs on its own in a loop: one sequence's scores stay in the processor's cache,
+    On a CPU each sequence runs on its own in a loop: its scores stay in the processor's cache,
     where those of a whole chunk of states would go through memory.
     """
     states, batch, length, heads, size = q.shape
     merged = [array.reshape(states * batch, length, -1, size) for array in (q, k, v)]
-    out = jax.lax.map(lambda qkv: attend_one(*qkv, prefix), tuple(merged))
+    out = for_each(lambda qkv: attend_one(*qkv, prefix), tuple(merged))
     return out.reshape(states, batch, length, heads, size)
+
+
+def for_each(function, arrays):
+    """Apply to every leading index: in a loop on a CPU, side by side on an accelerator."""
+    if jax.default_backend() == "cpu":
+        return jax.lax.map(function, arrays)
+    return jax.vmap(function)(arrays)
 
 
 def attend_one(
@@ -45,32 +57,61 @@ def attend_one(
     """`attend` for one sequence; scores, softmax and its sums in float32."""
     length, heads, size = q.shape
     kv_heads = k.shape[1]
-    grouped = q.reshape(length, kv_heads, heads // kv_heads, size)
-    scores = _scores("tkgh,skh->kgts", grouped, k)
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    scores = jnp.where(jnp.expand_dims(causal, (0, 1)), scores, -jnp.inf)
-    if prefix is None:
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return _mix("kgts,skh->tkgh", weights, v).reshape(length, heads, size)
-    before = _scores("tkgh,krh->kgtr", grouped, prefix.keys)
-    before = before + jnp.expand_dims(prefix.bias, (1, 2))
+    queries = jnp.transpose(q.reshape(length, kv_heads, -1, size), (1, 2, 0, 3))
+    queries = queries * jnp.asarray(size**-0.5, q.dtype)
+    keys, values = jnp.transpose(k, (1, 0, 2)), jnp.transpose(v, (1, 0, 2))
+    before = 0
+    if prefix is not None:
+        # One product over prefix and sequence is twice as fast as two merged by log-sum-exp.
+        before = prefix.bias.shape[1]
+        keys = jnp.concatenate([prefix.keys.astype(k.dtype), keys], axis=1)
+        values = jnp.concatenate([prefix.values.astype(v.dtype), values], axis=1)
+    tiles = []
+    tile = max(_TILE, -(-length // _MOST_TILES))
+    for start in range(0, length, tile):
+        stop = min(start + tile, length)
+        mask = _causal_bias(start, stop, before)
+        if prefix is not None:
+            mask = jnp.expand_dims(mask, 0) + _prefix_bias(prefix, stop)
+        else:
+            mask = jnp.expand_dims(mask, 0)
+        seen = before + stop
+        tiles.append(
+            _attend_tile(queries[:, :, start:stop], keys[:, :seen], values[:, :seen], mask)
+        )
+    out = tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=2)
+    return jnp.transpose(out, (2, 0, 1, 3)).reshape(length, heads, size)
+
+
+def _attend_tile(
+    queries: Float[Array, "K G T H"],
+    keys: Float[Array, "K S H"],
+    values: Float[Array, "K S H"],
+    bias: Float[Array, "X T S"],
+) -> Float[Array, "K G T H"]:
+    kv_heads, group, length, size = queries.shape
+    flat = queries.reshape(kv_heads, group * length, size)
+    scores = jnp.einsum("kth,ksh->kts", flat, keys, preferred_element_type=jnp.float32)
+    scores = scores.reshape(kv_heads, group, length, -1) + jnp.expand_dims(bias, 1)
     # A position's own key is always there, so the largest score is finite.
-    top = jnp.maximum(
-        jnp.max(scores, axis=-1, keepdims=True),
-        jnp.max(before, axis=-1, keepdims=True, initial=-jnp.inf),
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    mass = jnp.sum(weights, axis=-1, keepdims=True)
+    mixed = jnp.einsum(
+        "kts,ksh->kth",
+        weights.reshape(kv_heads, group * length, -1).astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
     )
-    own, past = jnp.exp(scores - top), jnp.exp(before - top)
-    mass = jnp.sum(own, axis=-1) + jnp.sum(past, axis=-1)
-    out = _mix("kgts,skh->tkgh", own.astype(v.dtype), v)
-    out = out + _mix("kgtr,krh->tkgh", past.astype(v.dtype), prefix.values)
-    out = out / jnp.expand_dims(jnp.transpose(mass, (2, 0, 1)), 3).astype(v.dtype)
-    return out.reshape(length, heads, size)
+    return (mixed.reshape(kv_heads, group, length, size) / mass).astype(values.dtype)
 
 
-def _scores(equation: str, q: Array, k: Array) -> Array:
-    scale = q.shape[-1] ** -0.5
-    return jnp.einsum(equation, q, k, preferred_element_type=jnp.float32) * scale
+def _causal_bias(start: int, stop: int, before: int) -> Float[Array, "T S"]:
+    """0 where a query sees a key, -inf where the key comes after it."""
+    positions = np.arange(start, stop)[:, None]
+    keys = np.arange(-before, stop)[None, :]
+    return jnp.asarray(np.where(keys <= positions, 0, -np.inf).astype(np.float32))
 
 
-def _mix(equation: str, weights: Array, values: Array) -> Array:
-    return jnp.einsum(equation, weights, values)
+def _prefix_bias(prefix: LayerPrefix, length: int) -> Float[Array, "K 1 S"]:
+    own = jnp.zeros((prefix.bias.shape[0], length), jnp.float32)
+    return jnp.expand_dims(jnp.concatenate([prefix.bias, own], axis=1), 1)

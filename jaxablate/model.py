@@ -19,6 +19,10 @@ from jaxtyping import Array, Float, Int
 from jaxablate.attention import LayerPrefix, attend
 from jaxablate.config import TransformerConfig
 from jaxablate.rope import rope_tables, rotate
+from jaxablate.tiles import in_tiles
+
+# Tokens whose hidden MLP activations (F floats each) stay in a processor's cache.
+_MLP_TILE = 512
 
 Params = Mapping[str, Any]
 RopeTables = tuple[Float[Array, "B T P"], Float[Array, "B T P"]]
@@ -105,13 +109,17 @@ class Mlp(nnx.Module):
         self.down = Projection(params["down"])
 
     def __call__(self, x: Float[Array, "S B T D"]) -> Float[Array, "S B T D"]:
-        hidden = self.up("sbtd,df->sbtf", x)
+        tokens = x.reshape(-1, x.shape[-1])
+        return in_tiles(self._tokens, tokens, _MLP_TILE).reshape(x.shape)
+
+    def _tokens(self, x: Float[Array, "M D"]) -> Float[Array, "M D"]:
+        hidden = self.up("md,df->mf", x)
         if self.gate is not None:
-            hidden = jax.nn.silu(self.gate("sbtd,df->sbtf", x)) * hidden
+            hidden = jax.nn.silu(self.gate("md,df->mf", x)) * hidden
         else:
             # NeoX's GELU is exact; JAX's default is the tanh approximation.
             hidden = jax.nn.gelu(hidden, approximate=self.kind == "gelu_tanh")
-        return self.down("sbtf,fd->sbtd", hidden)
+        return self.down("mf,fd->md", hidden)
 
 
 class Block(nnx.Module):
@@ -166,14 +174,21 @@ class Unembedding(nnx.Module):
         self.transposed = transposed  # tied: the embedding itself, [V, D]
 
     def __call__(self, x: Float[Array, "M D"]) -> Float[Array, "M V"]:
+        return self.logits(self.norm(x), self.kernel[...])
+
+    @property
+    def vocab_axis(self) -> int:
+        return 0 if self.transposed else 1
+
+    def logits(self, normed: Float[Array, "M D"], kernel: Array) -> Float[Array, "M V"]:
+        """Logits of all tokens of the vocabulary, or of those that `kernel` is a slice for."""
         equation = "md,vd->mv" if self.transposed else "md,dv->mv"
-        normed = self.norm(x)
         # bfloat16 logits quantise the loss by more than a head's effect (google-deepmind/gemma
         # #367): products of the stored dtype, accumulated and kept in float32.
         return jnp.einsum(
             equation,
             normed,
-            self.kernel[...].astype(normed.dtype),
+            kernel.astype(normed.dtype),
             preferred_element_type=jnp.float32,
         )
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxablate.attention import LayerPrefix, attend_one
-from jaxablate.model import QKV, Block, RopeTables, Unembedding
+from jaxablate.attention import LayerPrefix, attend_one, for_each
+from jaxablate.model import QKV, Block, RopeTables
 
 
 class Attended(NamedTuple):
@@ -99,14 +99,14 @@ def _swap_heads(attended: Attended, edits: Edits) -> Float[Array, "C B T N H"]:
         for m in range(kv_heads.shape[0]):
             prefix = LayerPrefix(*(jnp.expand_dims(a[m], 0) for a in prefixes))
             qkv = _group_of(parent.qkv, kv_heads[m], group)
-            new = jax.lax.map(lambda qkv, prefix=prefix: attend_one(*qkv, prefix), qkv)
+            new = for_each(lambda qkv, prefix=prefix: attend_one(*qkv, prefix), qkv)
             heads = jax.lax.dynamic_update_slice_in_dim(
                 heads, new.astype(heads.dtype), kv_heads[m] * group, axis=2
             )
         return heads
 
     children = edits.swap_heads.shape[0]
-    return jax.lax.map(one_child, (jnp.arange(children), edits.swap_heads, edits.swap))
+    return for_each(one_child, (jnp.arange(children), edits.swap_heads, edits.swap))
 
 
 def _group_of(qkv: QKV, kv_head: Int[Array, ""], group: int) -> tuple[Array, Array, Array]:
@@ -125,15 +125,3 @@ def _gate_heads(heads: Float[Array, "P B T N H"], edits: Edits) -> Float[Array, 
         null = jnp.expand_dims(edits.null_output.astype(heads.dtype), (0, 1, 2))
         gated = gated + (1 - gates) * null
     return gated
-
-
-@jax.jit
-def nll_step(
-    head: Unembedding,
-    x: Float[Array, "M D"],
-    targets: Int[Array, "M"],
-) -> Float[Array, "M"]:
-    """Negative log-likelihood of each target in nats, float32."""
-    logits = head(x)
-    chosen = jnp.take_along_axis(logits, jnp.expand_dims(targets, 1), axis=1)
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.squeeze(chosen, 1)

@@ -18,6 +18,7 @@ from jaxablate.attention import LayerPrefix
 from jaxablate.config import TransformerConfig
 from jaxablate.edits import Configuration, LayerEdit, check
 from jaxablate.errors import UserError
+from jaxablate.loss import token_nll
 from jaxablate.plan import Plan, branches, plan_sweep, split_waves, trie_order
 from jaxablate.problem import Problem
 from jaxablate.rope import rope_tables
@@ -264,7 +265,7 @@ class Sweep:
         targets = jnp.tile(self._targets, states)
         size = self.options.score_tokens
         parts = [
-            steps.nll_step(self.model.head, x[i : i + size], targets[i : i + size])
+            token_nll(self.model.head, x[i : i + size], targets[i : i + size])
             for i in range(0, len(targets), size)
         ]
         nll = np.concatenate([np.asarray(part) for part in parts]).reshape(states, -1)
