@@ -73,12 +73,10 @@ def read_rows(source: Path | str) -> Any:
     if path.is_dir():
         expected = manifest.read_plan(path).digest
         path = path / "rows.parquet"
+    if not path.is_file():  # nor a pipe or a device, which would never end
+        raise UserError(f"{path} is no file: give the experiment's command again to finish its run")
     try:
         data = path.read_bytes()
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{path} does not exist: give the experiment's command again to finish its run"
-        ) from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     table, about = rows.decode(data, str(path))

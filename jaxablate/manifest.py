@@ -17,7 +17,7 @@ from jaxablate.parts import PartSpec, canonical_json, digest, part_key
 from jaxablate.rows import ROW_VERSION, RowSchema
 
 FILE_NAME = "plan.json"
-_MAX_BYTES = 1 << 30
+_MAX_BYTES = 1 << 26  # about 200,000 parts
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def make_plan(run_identity: Mapping[str, Any], specs: Sequence[PartSpec]) -> Pla
 
 def write_plan(directory: Path, plan: Plan, owner: str) -> None:
     """Writes OUT/plan.json unless it already says the same."""
-    content = {"digest": plan.digest, "identity": plan.identity, "parts": list(plan.parts)}
+    content = {"checksum": _checksum(plan), "identity": plan.identity, "parts": list(plan.parts)}
     data = (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
     path = directory / FILE_NAME
     if not path.exists() or path.read_bytes() != data:
@@ -110,7 +110,7 @@ def read_plan(directory: Path) -> Plan:
             raise UserError(f"{path} is larger than {_MAX_BYTES} bytes: no plan of a sweep")
         content = json.loads(path.read_bytes())
         plan = Plan(content["identity"], tuple(content["parts"]))
-        _check(plan, content["digest"])
+        _check(plan, content["checksum"])
     except FileNotFoundError as error:
         raise UserError(f"{directory} holds no sweep: there is no {FILE_NAME} in it") from error
     except UserError:
@@ -120,6 +120,11 @@ def read_plan(directory: Path) -> Plan:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is no intact plan of a sweep: {error}"[:300]) from error
     return plan
+
+
+def _checksum(plan: Plan) -> str:
+    """Of everything in the file, costs and names included; `Plan.digest` is of what rows are."""
+    return digest([plan.identity, plan.parts])
 
 
 def _check(plan: Plan, expected: str) -> None:
@@ -140,8 +145,8 @@ def _check(plan: Plan, expected: str) -> None:
         )
     if len(set(plan.keys)) < len(plan.parts):
         raise ValueError("a part appears twice")
-    if plan.digest != expected:
-        raise ValueError("its content does not agree with its digest")
+    if _checksum(plan) != expected:
+        raise ValueError("its content does not agree with its checksum")
 
 
 def differences(ours: Plan, theirs: Plan) -> list[str]:

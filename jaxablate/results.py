@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 prepare_directory = durable.prepare_directory
+# How often run.json is brought up to date, so that it tells of sessions that are killed, too.
+_RECORD_SECONDS = 30.0
 
 
 class Run:
@@ -169,12 +171,15 @@ class Run:
 
     def _mention_other_plan(self, plan: manifest.Plan) -> None:
         try:
-            other = manifest.differences(manifest.read_plan(self.out), plan)
+            other = manifest.read_plan(self.out)
         except UserError:
             return
-        if other:
+        if found := manifest.differences(other, plan):
+            if other.identity == plan.identity:
+                _say(f"note: {self.out} holds another plan of these settings; its parts are used")
+                return
             _say(
-                f"note: {self.out} was used before with other {', '.join(other)} (then, now); the "
+                f"note: {self.out} was used before with other {', '.join(found)} (then, now); the "
                 "parts computed then stay there, and its rows are replaced when this run is done"
             )
 
@@ -255,6 +260,8 @@ class Run:
         self._files.write(key, rows.in_order(table, part.configurations))
         if self._record is not None:
             self._record.computed += 1
+            if self._record.seconds_since_saved > _RECORD_SECONDS:
+                self._save("running")
         if key in self._mine and key not in self._done:
             self._done.add(key)
             cost, items = self._amount_done

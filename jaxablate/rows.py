@@ -203,10 +203,13 @@ def _decode(data: bytes) -> tuple[pa.Table, dict[str, Any]]:
         thrift_string_size_limit=max(1, len(data)),
         thrift_container_size_limit=max(1, len(data)),
     )
-    about = json.loads((file.metadata.metadata or {})[_METADATA])
+    try:
+        about = json.loads((file.metadata.metadata or {})[_METADATA])
+        schema = RowSchema.from_dict(about["schema"]).arrow
+    except Exception as error:
+        raise DamagedRows("its footer does not describe rows") from error
     if about["row_version"] != ROW_VERSION:
         raise DamagedRows(f"row version {about['row_version']!r}, this program's is {ROW_VERSION}")
-    schema = RowSchema.from_dict(about["schema"]).arrow
     if not file.schema_arrow.equals(schema):
         raise DamagedRows("its columns are not the declared ones")
     counts = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]

@@ -22,13 +22,19 @@ _PACKAGES = ("jaxablate", "jax", "jaxlib", "flax", "numpy", "pyarrow", "transfor
 class RunRecord:
     """The record of one plan in one directory, over all the sessions that it took.
 
-    A session that was killed has no "ended".
+    A session that was killed has no "ended", and the seconds up to its last save.
     """
 
     path: Path
     content: dict[str, Any]
     computed: int = 0
     _started: float = field(default_factory=time.monotonic)
+    _saved: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds_since_saved(self) -> float:
+        """Since the file was written last."""
+        return time.monotonic() - self._saved
 
     @classmethod
     def begin(cls, path: Path, about: dict[str, Any], plan: Plan) -> "RunRecord":
@@ -67,6 +73,7 @@ class RunRecord:
         sessions = self.content["sessions"]
         seconds = sum(one.get("seconds", 0.0) for one in sessions if isinstance(one, dict))
         self.content.update(status=status, seconds=round(seconds, 3), **more)
+        self._saved = time.monotonic()
         self.save_as(self.path, owner)
 
     def save_as(self, path: Path, owner: str) -> None:

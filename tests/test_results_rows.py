@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxablate import results, rows
+from jaxablate import manifest, results, rows
 from jaxablate.errors import UserError
 from tests import fake_sweep
 
@@ -246,11 +247,36 @@ def test_mutated_files_give_rows_or_one_line(
     assert after - before < 200 * 1024
 
 
+@settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(mutate=mutations())
+def test_mutated_plans_are_read_or_refused_in_one_line(
+    finished: Path, tmp_path: Path, mutate: Callable[[bytes], bytes]
+) -> None:
+    expected = manifest.read_plan(finished)
+    (tmp_path / "plan.json").write_bytes(mutate((finished / "plan.json").read_bytes()))
+    message = ""
+    try:
+        assert manifest.read_plan(tmp_path) == expected
+    except UserError as error:
+        message = str(error)
+    assert "\n" not in message
+    assert len(message) < 400
+
+
 def test_reading_what_is_not_there_says_what_to_do(tmp_path: Path, finished: Path) -> None:
     with pytest.raises(UserError, match=r"holds no sweep: there is no plan.json"):
         results.read_rows(tmp_path)
-    with pytest.raises(UserError, match=r"does not exist: give the experiment's command again"):
+    with pytest.raises(UserError, match=r"is no file: give the experiment's command again"):
         results.read_rows(tmp_path / "rows.parquet")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is no file"):
+        results.read_rows(tmp_path / "pipe")
     frame = results.read_rows(finished)
     assert len(frame) == 18
     assert frame["block_nll"][0].dtype == np.float64

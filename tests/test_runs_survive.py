@@ -7,8 +7,10 @@ import random
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -238,9 +240,45 @@ def test_full_disk_is_a_clear_error_and_the_run_goes_on_later(
     assert (out / "rows.parquet").read_bytes() == (undisturbed / "rows.parquet").read_bytes()
 
 
+def test_content_is_on_the_disk_before_its_name_and_the_name_before_write_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    synced: list[int] = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        calls.append("fsync directory" if stat.S_ISDIR(status.st_mode) else "fsync file")
+        synced.append(status.st_size)
+        real_fsync(descriptor)
+
+    def replace(source: Path, target: Path) -> None:
+        calls.append("replace")
+        real_replace(source, target)
+
+    monkeypatch.setattr(durable.os, "fsync", fsync)
+    monkeypatch.setattr(durable.os, "replace", replace)
+    durable.write_bytes(tmp_path / "file", b"x" * 1000, "whole")
+    assert calls == ["fsync file", "replace", "fsync directory"]
+    assert synced[0] == 1000
+    assert (tmp_path / "file").read_bytes() == b"x" * 1000
+
+
+def test_a_shard_clears_only_its_own_leftovers(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    for owner in ("0-of-2", "1-of-2", "whole"):
+        (tmp_path / "parts" / f".k.parquet.tmp-{owner}-host1").write_text("half")
+    with fake_sweep.new_run(tmp_path, results.Shard(0, 2)):
+        left = sorted(path.name for path in (tmp_path / "parts").iterdir())
+        assert left == [".k.parquet.tmp-1-of-2-host1", ".k.parquet.tmp-whole-host1"]
+    with fake_sweep.new_run(tmp_path):
+        assert not list((tmp_path / "parts").iterdir())
+
+
 def test_guard_polls_restores_and_is_idle_elsewhere() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with interrupt.guard():
+    with interrupt.guard(), interrupt.guard():
         assert not interrupt.requested()
         interrupt.check()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -252,3 +290,18 @@ def test_guard_polls_restores_and_is_idle_elsewhere() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
     with interrupt.guard():
         assert not interrupt.requested()
+
+
+def test_guard_installs_nothing_outside_of_the_main_thread() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def work() -> None:
+        with interrupt.guard():
+            seen.append(signal.getsignal(signal.SIGINT))
+            interrupt.check()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
