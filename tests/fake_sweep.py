@@ -100,6 +100,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # pyarrow would import it for the first rows, which takes most of a child's short life.
-    sys.modules["pandas"] = None  # type: ignore[assignment]
     sys.exit(main())
