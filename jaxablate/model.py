@@ -25,7 +25,7 @@ from jaxablate.tiles import in_tiles
 _MLP_TILE = 512
 
 Params = Mapping[str, Any]
-RopeTables = tuple[Float[Array, "B T P"], Float[Array, "B T P"]]
+RopeTables = tuple[Float[Array, "B T Z"], Float[Array, "B T Z"]]
 
 
 class QKV(NamedTuple):

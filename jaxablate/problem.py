@@ -10,6 +10,7 @@ from jaxablate.attention import LayerPrefix
 from jaxablate.config import TransformerConfig
 from jaxablate.edits import LayerEdit
 from jaxablate.errors import UserError
+from jaxablate.windows import Batch
 
 HeadPrefix = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -18,25 +19,16 @@ HeadPrefix = tuple[np.ndarray, np.ndarray, np.ndarray]
 class Problem:
     """Sequences of equal (padded) length, all behind the same prefix.
 
-    Padding stands at the end of a sequence and is never scored, so causality keeps it from
-    changing any number.
-
     Attributes:
-      tokens: int32 [B, T].
-      positions: int32 [B, T], positions of the rotation; they go on after the prefix whatever
-        was removed from it.
-      targets: int32 [B, T], the token that follows each position.
-      scored: bool [B, T], which targets count.
+      batch: token ids with positions (which go on after the prefix, whatever was removed from it),
+        targets and which of them are scored; [B, T].
       prefix: a LayerPrefix per layer, shared by all sequences, or None.
       head_prefix: (layer, kv_head, count) -> keys [R, H], values [R, H] and bias [R] of that
         head when `count` of its prefix keys are kept; needed for `kept_keys` edits only.
       mean_output: layer -> [N, H], each head's mean output; needed for the "mean" null only.
     """
 
-    tokens: np.ndarray
-    positions: np.ndarray
-    targets: np.ndarray
-    scored: np.ndarray
+    batch: Batch
     prefix: Sequence[LayerPrefix] | None = None
     head_prefix: Callable[[int, int, int], HeadPrefix] | None = None
     mean_output: Callable[[int], np.ndarray] | None = None
@@ -47,15 +39,16 @@ class Problem:
         Raises:
           UserError: shapes that differ, nothing scored, token ids outside the vocabulary.
         """
-        shapes = {a.shape for a in (self.tokens, self.positions, self.targets, self.scored)}
-        if len(shapes) != 1 or len(self.tokens.shape) != 2:
+        batch = self.batch
+        shapes = {a.shape for a in (batch.inputs, batch.positions, batch.targets, batch.scored)}
+        if len(shapes) != 1 or len(batch.inputs.shape) != 2:
             raise UserError(
-                f"tokens, positions, targets, scored have shapes {sorted(shapes)}; "
+                f"inputs, positions, targets, scored have shapes {sorted(shapes)}; "
                 "one shape [B, T] is needed"
             )
-        if not self.scored.any():
+        if not batch.scored.any():
             raise UserError("no token is scored; at least one is needed")
-        for name, ids in (("token", self.tokens), ("target", self.targets[self.scored])):
+        for name, ids in (("token", batch.inputs), ("target", batch.targets[batch.scored])):
             if ids.min() < 0 or ids.max() >= config.vocab_size:
                 raise UserError(
                     f"{name} ids run from {ids.min()} to {ids.max()}; this model's vocabulary "
@@ -75,7 +68,7 @@ class Problem:
             raise UserError("kept keys are edited but this problem has no prefix to keep them of")
         rows = [[self.head_prefix(layer, *kept) for kept in edit.kept_keys] for edit in edits]
         longest = max(len(bias) for row in rows for _, _, bias in row)
-        return pad_prefixes(rows, _padded_length(longest))
+        return pad_prefixes(rows, padded_length(longest))
 
     def mean_outputs(self, layer: int) -> np.ndarray:
         if self.mean_output is None:
@@ -101,28 +94,9 @@ def pad_prefixes(rows: Sequence[Sequence[HeadPrefix]], length: int) -> LayerPref
     return LayerPrefix(jnp.asarray(keys), jnp.asarray(values), jnp.asarray(bias))
 
 
-def _padded_length(longest: int) -> int:
+def padded_length(longest: int) -> int:
     """Round up to 64, 96, 128, 192, 256, 384 …: few shapes to compile, at most a third waste."""
     size = 64
     while size < longest:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return size
-
-
-def score_tokens(
-    tokens: np.ndarray, scored: np.ndarray, start: int = 0
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs, positions, targets and scored targets [B, T-1] of sequences [B, T].
-
-    Args:
-      tokens: int [B, T], padded at the end.
-      scored: bool [B, T], which tokens are scored; the first of a row cannot be.
-      start: position of the first token.
-    """
-    if scored[:, 0].any():
-        raise UserError("the first token of a sequence has no prediction and cannot be scored")
-    inputs = tokens[:, :-1].astype(np.int32)
-    positions = np.broadcast_to(
-        np.arange(start, start + inputs.shape[1], dtype=np.int32), inputs.shape
-    )
-    return inputs, positions, tokens[:, 1:].astype(np.int32), scored[:, 1:].copy()

@@ -28,7 +28,7 @@ def _scale_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 def rope_tables(
     config: TransformerConfig, positions: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T P"], Float[Array, "B T P"]]:
+) -> tuple[Float[Array, "B T Z"], Float[Array, "B T Z"]]:
     """Cosines and sines of every position and pair, float32 [B, T, rotary_dim / 2]."""
     # Angles in half precision lose whole positions (EleutherAI/gpt-neox #873).
     angles = jnp.einsum("bt,p->btp", positions.astype(jnp.float32), inverse_frequencies(config))
@@ -37,7 +37,7 @@ def rope_tables(
 
 def rotate(
     x: Float[Array, "S B T N H"],
-    tables: tuple[Float[Array, "B T P"], Float[Array, "B T P"]],
+    tables: tuple[Float[Array, "B T Z"], Float[Array, "B T Z"]],
 ) -> Float[Array, "S B T N H"]:
     """Rotate the first 2 P of the H dimensions: dimension i is paired with i + P."""
     cos, sin = (jnp.expand_dims(table, (0, 3)) for table in tables)

@@ -7,7 +7,7 @@ part at that layer branches. See `plan` for the counting.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxablate.problem import Problem
 from jaxablate.rope import rope_tables
 
 
+@runtime_checkable
 class Model(Protocol):
     """What the engine needs of a model; resident and streamed transformers both are one."""
 
@@ -66,7 +67,7 @@ class Node(NamedTuple):
 
     members: tuple[int, ...]
     chunk: jax.Array
-    index: int
+    place: int
 
 
 class Sweep:
@@ -80,10 +81,10 @@ class Sweep:
         problem.check(model.config)
         self.model, self.problem, self.options = model, problem, options
         self.block_evaluations = 0
-        self._rope = rope_tables(model.config, jnp.asarray(problem.positions))
-        scored = np.flatnonzero(problem.scored)
+        self._rope = rope_tables(model.config, jnp.asarray(problem.batch.positions))
+        scored = np.flatnonzero(problem.batch.scored)
         self._scored = jnp.asarray(scored)
-        self._targets = jnp.asarray(problem.targets.reshape(-1)[scored])
+        self._targets = jnp.asarray(problem.batch.targets.reshape(-1)[scored])
         self._done, self._total = 0, 0
         self._trunk = self._run_baseline()
         self.baseline_nll = self._score(self._trunk[-1], "the baseline")[0]
@@ -104,13 +105,13 @@ class Sweep:
         """Bytes that one chunk needs inside a block, and one call of the unembedding."""
         config = self.model.config
         wide = 3 * config.mlp_dim + 4 * config.num_heads * config.head_dim + 4 * config.model_dim
-        chunk = max(self.options.chunk_tokens, self.problem.tokens.size) * wide
+        chunk = max(self.options.chunk_tokens, self.problem.batch.inputs.size) * wide
         return 4 * max(chunk, 2 * self.options.score_tokens * config.vocab_size)
 
     def run(self, configurations: Sequence[Configuration]) -> np.ndarray:
         """Token NLL in nats of every configuration, float32 [C, scored tokens].
 
-        Scored tokens stand in the order of `problem.scored`, row by row.
+        Scored tokens stand in the order of `problem.batch.scored`, row by row.
 
         Raises:
           UserError: an edit that the model or the problem has no place for.
@@ -133,7 +134,7 @@ class Sweep:
 
     def _run_baseline(self) -> list[jax.Array]:
         """The baseline's residual stream [1, B, T, D] before every block and after the last."""
-        x = jnp.expand_dims(self.model.embed_tokens(jnp.asarray(self.problem.tokens)), 0)
+        x = jnp.expand_dims(self.model.embed_tokens(jnp.asarray(self.problem.batch.inputs)), 0)
         x = x.astype(self.options.dtype or x.dtype)
         trunk = [x]
         for layer in range(self.model.config.num_layers):
@@ -169,7 +170,7 @@ class Sweep:
             nll = self._score(nodes_of_chunk[0].chunk, f"configuration {names!r}")
             for node in nodes_of_chunk:
                 for member in node.members:
-                    yield member, nll[node.index]
+                    yield member, nll[node.place]
 
     def _advance(
         self,
@@ -208,7 +209,7 @@ class Sweep:
 
     def _chunks(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
         """Split into full chunks, then falling powers of two: few shapes, no padding."""
-        size = max(1, self.options.chunk_tokens // self.problem.tokens.size)
+        size = max(1, self.options.chunk_tokens // self.problem.batch.inputs.size)
         size = 1 << (size.bit_length() - 1)
         start = 0
         while start < len(items):
@@ -294,12 +295,12 @@ def _gather(nodes: Sequence[Node]) -> jax.Array:
     """The states of some nodes as one array [S, B, T, D]; a whole chunk in order is not copied."""
     chunk = nodes[0].chunk
     if len(nodes) == chunk.shape[0] and all(
-        node.chunk is chunk and node.index == i for i, node in enumerate(nodes)
+        node.chunk is chunk and node.place == i for i, node in enumerate(nodes)
     ):
         return chunk
     parts: list[jax.Array] = []
     for run in _runs(nodes):
-        start, stop = run[0].index, run[-1].index + 1
+        start, stop = run[0].place, run[-1].place + 1
         parts.append(run[0].chunk[start:stop])
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
@@ -308,7 +309,7 @@ def _runs(nodes: Sequence[Node]) -> Iterator[list[Node]]:
     """Maximal runs of neighbours in one chunk."""
     run: list[Node] = []
     for node in nodes:
-        if run and not (node.chunk is run[-1].chunk and node.index == run[-1].index + 1):
+        if run and not (node.chunk is run[-1].chunk and node.place == run[-1].place + 1):
             yield run
             run = []
         run.append(node)
@@ -344,7 +345,7 @@ def _families(group: list[tuple[Node, Any]]) -> Iterator[tuple[Node | None, list
     """(parent, its children) where there are several, then (None, all only children)."""
     families: dict[tuple[int, int], list[tuple[Node, Any]]] = {}
     for node, branch in group:
-        families.setdefault((id(node.chunk), node.index), []).append((node, branch))
+        families.setdefault((id(node.chunk), node.place), []).append((node, branch))
     only = []
     for family in families.values():
         if len(family) > 1:
