@@ -141,7 +141,7 @@ def fit_heads(
     method: str = "match",
     selection: str = "rms",
     seed: int | Sequence[int] = 0,
-    ridge: float = 0.0,
+    ridge: float | int = 0.0,
     memory_bytes: int = 2**30,
 ) -> LayerFit:
     """Compact K KV heads (of one layer) to each of several numbers of keys.

@@ -298,7 +298,7 @@ def fit_values(
     outputs: Float[np.ndarray, "B n H"],
     counts: Int[np.ndarray, "B"],
     beta: Float[np.ndarray, "B P"],
-    ridge: float = 0.0,
+    ridge: float | int = 0.0,
 ) -> tuple[Float[np.ndarray, "B p H"], dict[str, Float[np.ndarray, "B"]]]:
     """Values of B heads at one size each: argmin ‖X C - A V‖_F² (+ ridge).
 

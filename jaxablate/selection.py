@@ -42,7 +42,7 @@ class AttentionStatistics:
     outputs: Float[np.ndarray, "K n H"] | None
 
 
-def num_kept(ratio: float, num_keys: int) -> int:
+def num_kept(ratio: float | int, num_keys: int) -> int:
     """Keys kept of `num_keys` at a ratio: max(1, floor(ratio * num_keys)).
 
     The product is rounded at 1e-9 first, so that 0.29 of 100 keys are 29, not 28.
