@@ -1,0 +1,259 @@
+"""What every experiment shares: flags of the model and the run, and a main that speaks plainly.
+
+A user's mistake ends in one line on standard error and exit code 1. A bare flagfile name is looked
+for in the working directory, then in experiments/flags/.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags, logging
+
+from jaxablate.errors import UserError
+
+FLAG_FILES = Path(__file__).resolve().parent / "flags"
+DTYPES = ("float32", "bfloat16")
+
+
+def define_model_flags(out: str, model: str = "smollm2-135m-instruct") -> None:
+    """Flags of the model, the device and the results' directory."""
+    flags.DEFINE_string(
+        "model",
+        model,
+        "Model: a registered name (smollm2-135m-instruct ships in a Python package), a Hugging "
+        "Face directory, a hub name such as EleutherAI/pythia-160m, a .gguf file, or a converted "
+        "checkpoint. Converted once into $JAXABLATE_CACHE (default ~/.cache/jaxablate).",
+    )
+    flags.DEFINE_enum(
+        "dtype",
+        "float32",
+        DTYPES,
+        "Weights and activations; norms, softmax, logits and losses are float32 always.",
+    )
+    flags.DEFINE_enum(
+        "weights",
+        "resident",
+        ("resident", "stream"),
+        "resident: the whole model in device memory. stream: one block after another, for models "
+        "larger than memory.",
+    )
+    flags.DEFINE_string(
+        "memory_budget",
+        "4GiB",
+        "Memory for states besides the weights, such as 1GiB or 512MiB; less only takes longer.",
+    )
+    flags.DEFINE_integer(
+        "chunk_tokens",
+        None,
+        "Tokens that go through a block in one call (default: 2048 on a CPU, 65536 on a GPU).",
+        lower_bound=1,
+    )
+    flags.DEFINE_string("out", out, "Directory of the results; made if absent.")
+    flags.DEFINE_integer("seed", 0, "Seed of everything random.", lower_bound=0)
+    flags.DEFINE_string(
+        "shard",
+        None,
+        "Compute share i of n only, such as 0/4; auto reads the array job's environment. "
+        "Join shares with experiments/merge.py.",
+    )
+    flags.DEFINE_bool("require_gpu", False, "Stop where JAX has no GPU instead of using the CPU.")
+
+
+def run(main: Callable[[], None]) -> None:
+    """Parse flags and call `main`; see the module's docstring for how errors end."""
+    sys.argv = resolve_flagfiles(sys.argv)
+
+    def guarded(argv: Sequence[str]) -> int:
+        if len(argv) > 1:
+            return fail(f"{argv[1]!r} is no flag; flags are written --name=value (see --help)")
+        logging.set_verbosity(logging.ERROR)  # Orbax reports every read at INFO
+        try:
+            main()
+        except (UserError, OSError, ArithmeticError) as error:
+            return fail(str(error))
+        except BrokenPipeError:
+            return 1
+        return 0
+
+    with contextlib.suppress(BrokenPipeError):
+        app.run(guarded)
+
+
+def fail(message: str) -> int:
+    """Say what is wrong in one line; returns the exit code."""
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return 1
+
+
+def resolve_flagfiles(argv: Sequence[str]) -> list[str]:
+    """Give every --flagfile its full path: as it is, else in experiments/flags/."""
+    resolved, following = [], False
+    for argument in argv:
+        name, value = argument, ""
+        if following:
+            name, value = "", argument
+        elif argument.lstrip("-").startswith("flagfile=") and argument.startswith("-"):
+            name, value = argument.split("=", 1)
+        following = not following and argument in ("-flagfile", "--flagfile")
+        if value:
+            argument = (name + "=" if name else "") + _find_flagfile(value)
+        resolved.append(argument)
+    return resolved
+
+
+def _find_flagfile(value: str) -> str:
+    path = Path(value).expanduser()
+    if path.is_file():
+        return str(path)
+    if path.parent == Path() and (FLAG_FILES / path).is_file():
+        return str(FLAG_FILES / path)
+    known = ", ".join(sorted(file.name for file in FLAG_FILES.glob("*.flags")))
+    sys.exit(fail(f"flagfile {value!r} is neither here nor one of {known}"))
+
+
+def parse_bytes(text: str) -> int:
+    """Read "4GiB", "512MiB", "2e9" or "1073741824".
+
+    Raises:
+      UserError: no size, or one that is not positive.
+    """
+    units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1e3, "mb": 1e6,
+             "gb": 1e9, "tb": 1e12, "b": 1}  # fmt: skip
+    lowered = text.strip().lower()
+    unit = next((unit for unit in units if lowered.endswith(unit)), "")
+    try:
+        size = float(lowered.removesuffix(unit)) * units.get(unit, 1)
+    except ValueError:
+        size = 0
+    if not 0 < size < 2**60:
+        raise UserError(f"--memory_budget is {text!r}; write a size such as 4GiB or 512MiB")
+    return int(size)
+
+
+def parse_ratios(text: str, name: str) -> list[float]:
+    """Read "0,0.05,0.1" or "0:0.5:0.01" (first:last:step, both ends in); rising, each once.
+
+    Raises:
+      UserError: not a number, or outside 0 to 1.
+    """
+    ratios: set[float] = set()
+    for item in filter(None, (item.strip() for item in text.split(","))):
+        try:
+            bounds = [float(part) for part in item.split(":")]
+        except ValueError:
+            raise UserError(f"--{name}: {item!r} is no ratio; write 0.05 or 0:0.5:0.01") from None
+        if len(bounds) == 3 and bounds[2] > 0 and bounds[1] - bounds[0] < 10_000 * bounds[2]:
+            steps = round((bounds[1] - bounds[0]) / bounds[2])
+            ratios.update(round(bounds[0] + i * bounds[2], 9) for i in range(steps + 1))
+        elif len(bounds) == 1:
+            ratios.add(bounds[0])
+        else:
+            raise UserError(f"--{name}: {item!r} is no range; write first:last:step, as 0:0.5:0.01")
+    for ratio in ratios:
+        if not 0 <= ratio <= 1:
+            raise UserError(f"--{name}: {ratio:g} is out of range; ratios are 0 to 1")
+    return sorted(ratios)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Where JAX runs."""
+
+    kind: str
+    description: str
+
+
+def find_device() -> Device:
+    """The device, printed so that a silent fall-back to the CPU is seen.
+
+    Raises:
+      UserError: --require_gpu and no GPU.
+    """
+    import jax
+
+    devices = jax.devices()
+    kind = devices[0].platform
+    description = f"{len(devices)} x {devices[0].device_kind} ({kind})"
+    if kind == "cpu":
+        description = f"CPU, {os.cpu_count()} cores ({platform.machine()})"
+        if len(devices) > 1:
+            description += f", {len(devices)} JAX devices"
+    if flags.FLAGS.require_gpu and kind not in ("gpu", "cuda", "rocm"):
+        raise UserError(
+            f"--require_gpu, but JAX runs on {description}; install jaxablate[cuda] and check "
+            "that nvidia-smi sees the GPU"
+        )
+    say(f"device      {description}, JAX {jax.__version__}")
+    return Device(kind, description)
+
+
+class LoadedModel:
+    """A checkpoint, its tokenizer, and its weights once they are asked for."""
+
+    def __init__(self, source: str):
+        import convert
+
+        self.checkpoint = convert.resolve(source)
+        self.config = self.checkpoint.config
+        self.name = source
+        self._model: Any = None
+        say(
+            f"model       {source}: {self.config.num_layers} layers, {self.config.num_heads} "
+            f"query heads, {self.config.num_kv_heads} KV heads, weights {self.digest[:12]}"
+        )
+
+    @property
+    def digest(self) -> str:
+        return self.checkpoint.digest
+
+    def tokenizer(self):
+        from jaxablate.text import load_tokenizer
+
+        if self.checkpoint.tokenizer_dir is None:
+            raise UserError(
+                f"{self.name} came without a tokenizer; put tokenizer.json beside its weights "
+                "and convert it again"
+            )
+        return load_tokenizer(self.checkpoint.tokenizer_dir)
+
+    def model(self):
+        """The weights as --dtype and --weights say; loaded once."""
+        if self._model is None:
+            dtype = flags.FLAGS.dtype
+            if flags.FLAGS.weights == "stream":
+                self._model = self.checkpoint.stream(dtype)
+            else:
+                self._model = self.checkpoint.restore(dtype)
+        return self._model
+
+
+def sweep_options(kind: str, **changes: Any):
+    """`sweep.SweepOptions` from the flags."""
+    from jaxablate.sweep import SweepOptions
+
+    chunk = flags.FLAGS.chunk_tokens or (2048 if kind == "cpu" else 65536)
+    return SweepOptions(
+        chunk_tokens=chunk,
+        score_tokens=512 if kind == "cpu" else 8192,
+        memory_budget=parse_bytes(flags.FLAGS.memory_budget),
+        **changes,
+    )
+
+
+def resolved_flags() -> dict[str, Any]:
+    """Every flag that an experiment or this module defined, for run.json."""
+    modules = flags.FLAGS.flags_by_module_dict()
+    ours = [name for name in modules if name == sys.argv[0] or "experiments" in name]
+    found = {flag.name: flag.value for name in ours for flag in modules[name]}
+    return json.loads(json.dumps(found, default=str))
+
+
+def say(line: str) -> None:
+    print(line, flush=True)

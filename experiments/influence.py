@@ -1,0 +1,428 @@
+"""Head influence curves: Δ log-perplexity over how many of an article's keys one KV head keeps.
+
+    python experiments/influence.py --flagfile=demo.flags
+    python experiments/influence.py --model=DIR --text=FILE --heads=L0H0,L3H1 --ratios=0:0.5:0.05
+    python experiments/influence.py --flagfile=llama.flags --shard=0/4 --out=out/llama-0
+
+Baseline: every KV head keeps the same share of the article's keys. One head at a time is re-fitted
+to another share and the loss of what follows the article is compared on the same tokens
+(arXiv 2602.16284). Writes rows.parquet, rows.csv, curves.csv, run.json and figures to --out; the
+same command goes on after an interruption, and redraws without computing when all is there.
+About a minute per hundred configurations of the embedded model on 2 CPU cores.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from absl import flags
+
+from experiments import command_line
+from experiments.command_line import say
+from jaxablate import results
+from jaxablate.curves import BASELINE, FULL_CACHE, block_sums, influence_curves, point_key
+from jaxablate.errors import UserError
+
+BLOCK_TOKENS = 16
+
+command_line.define_model_flags(out="out/influence")
+flags.DEFINE_string(
+    "text",
+    "pydoc",
+    "pydoc (the language reference that ships with Python), a .txt file, a folder of them, a "
+    ".jsonl file, or a QuALITY file.",
+)
+flags.DEFINE_integer("documents", 1, "How many documents, from the first on.", lower_bound=1)
+flags.DEFINE_list("articles", None, "Documents by index instead, such as 0,3,7.")
+flags.DEFINE_string(
+    "answers",
+    None,
+    "Score these generated answers to QuALITY's questions (a file or folder that "
+    "experiments/answers.py or the published code wrote) instead of the text that follows.",
+)
+flags.DEFINE_string("context_form", "chat", "Prompt of the article, with --answers.")
+flags.DEFINE_string("question_form", "new_chat", "Prompt of a question, with --answers.")
+flags.DEFINE_string("bos", "auto", "BOS before plain text: auto (the tokenizer's), always, never.")
+flags.DEFINE_integer("article_tokens", 1024, "Plain text: tokens of the article.", lower_bound=2)
+flags.DEFINE_integer("scored_tokens", 256, "Plain text: tokens scored after it.", lower_bound=1)
+flags.DEFINE_integer("protect", 4, "Plain text: first tokens never compacted.", lower_bound=0)
+flags.DEFINE_string("heads", "all", "KV heads: all, or L0H0,L3H1, or L5 for all of layer 5.")
+flags.DEFINE_string(
+    "ratios", "0,0.01,0.02,0.05,0.1,0.2,0.3,0.5", "Shares of keys kept: a list, or 0:0.5:0.01."
+)
+flags.DEFINE_float("baseline", 0.05, "Share of keys that every head keeps in the baseline.")
+flags.DEFINE_string("map_ratios", "", "Ratios that all heads of the model are computed at, too.")
+flags.DEFINE_string("method", "select", "select, select+beta, select+values, or match.")
+flags.DEFINE_string("selection", "rms", "Key order: rms, mean, max, random, first_last, omp.")
+flags.DEFINE_string("queries", "context", "Reference queries: context, repeat, or random.")
+flags.DEFINE_integer("max_queries", None, "Thin reference queries to this many.", lower_bound=1)
+flags.DEFINE_integer("part_size", 64, "Configurations that are written at a time.", lower_bound=1)
+flags.DEFINE_string("title", None, "Title of the figures.")
+flags.DEFINE_enum("band", "interval", ("interval", "standard_error"), "Band of the curves.")
+FLAGS = flags.FLAGS
+
+COLUMNS = {"layer": int, "kv_head": int, "ratio": float, "keys_kept": int, "article_tokens": int}
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One configuration: a KV head at a ratio."""
+
+    head: tuple[int, int]
+    ratio: float
+
+    @property
+    def key(self) -> str:
+        return point_key(*self.head, self.ratio)
+
+
+def main() -> None:
+    device = command_line.find_device()
+    loaded = command_line.LoadedModel(FLAGS.model)
+    settings = _settings()
+    points = _points(loaded.config)
+    cases = _cases(loaded)
+    with results.Run(
+        FLAGS.out,
+        experiment="influence",
+        settings=settings,
+        flags=command_line.resolved_flags(),
+        model_digest=loaded.digest,
+        columns=COLUMNS,
+        constants={"dtype": FLAGS.dtype, "seed": FLAGS.seed, "method": FLAGS.method},
+        device=device.description,
+        shard=results.parse_shard(FLAGS.shard, _environment()),
+    ) as run:
+        plan = _plan(cases, points, loaded.config.num_layers)
+        run.plan([part for parts in plan.values() for part in parts])
+        if run.complete():
+            say(f"the result is there already: {run.out / 'rows.parquet'}; drawing it again")
+        else:
+            _announce(loaded, cases, points, run)
+            _compute(run, loaded, cases, points, plan, device.kind)
+        if run.finish() is not None:
+            report(run.out, run.read())
+
+
+def _environment():
+    import os
+
+    return os.environ
+
+
+def _settings() -> dict:
+    """What changes numbers besides model, documents and configurations."""
+    names = ["answers" if FLAGS.answers else "article_tokens", "bos", "baseline", "method",
+             "selection", "queries", "max_queries", "seed", "dtype"]  # fmt: skip
+    if FLAGS.answers:
+        names += ["context_form", "question_form"]
+    else:
+        names += ["scored_tokens", "protect"]
+    settings = {name: FLAGS[name].value for name in names}
+    if FLAGS.answers:
+        settings["answers"] = "generated"  # their text is in each part's inputs
+    return settings | {"block_tokens": BLOCK_TOKENS}
+
+
+def _points(config) -> list[Point]:
+    from jaxablate.edits import parse_heads
+
+    if not 0 <= FLAGS.baseline <= 1:
+        raise UserError(f"--baseline is {FLAGS.baseline:g}; it must be from 0 to 1")
+    shape = config.num_layers, config.num_kv_heads
+    heads = parse_heads(FLAGS.heads, *shape) if FLAGS.heads else []
+    ratios = command_line.parse_ratios(FLAGS.ratios, "ratios")
+    pairs = {(head, ratio) for head in heads for ratio in ratios}
+    mapped = command_line.parse_ratios(FLAGS.map_ratios, "map_ratios")
+    pairs |= {(head, ratio) for head in parse_heads("all", *shape) for ratio in mapped}
+    if not pairs:
+        raise UserError("nothing to compute: give --heads and --ratios, or --map_ratios")
+    return [Point(*pair) for pair in sorted(pairs)]
+
+
+def _cases(loaded) -> list:
+    """One prompts.Case per document."""
+    from jaxablate.text import PromptForms, plain_case, quality_case, read_documents
+
+    indices = None
+    if FLAGS.articles:
+        try:
+            indices = [int(item) for item in FLAGS.articles]
+        except ValueError:
+            raise UserError(f"--articles is {FLAGS.articles}; write indices, as 0,3,7") from None
+    wanted = max(indices) + 1 if indices else FLAGS.documents
+    documents = read_documents(FLAGS.text, limit=wanted)
+    if len(documents) < wanted or (indices and min(indices) < 0):
+        raise UserError(
+            f"{FLAGS.text} has {len(documents)} documents, and {wanted} were asked for; "
+            "lower --documents or --articles"
+        )
+    documents = [documents[i] for i in indices] if indices else documents
+    tokenizer = loaded.tokenizer()
+    if FLAGS.answers:
+        from jaxablate.reference_answers import read_answers
+
+        forms = PromptForms(context=FLAGS.context_form, question=FLAGS.question_form)
+        return [
+            quality_case(d, tokenizer, read_answers(FLAGS.answers, d.name), forms)
+            for d in documents
+        ]
+    return [
+        plain_case(
+            document,
+            tokenizer,
+            article_tokens=FLAGS.article_tokens,
+            scored_tokens=FLAGS.scored_tokens,
+            protect=FLAGS.protect,
+            bos=FLAGS.bos,
+        )
+        for document in documents
+    ]
+
+
+def _plan(cases: Sequence, points: Sequence[Point], num_layers: int) -> dict[str, list]:
+    """Parts of each document: its references first, then groups of points that share layers."""
+    groups = [
+        points[i : i + FLAGS.part_size] for i in range(0, len(points), FLAGS.part_size)
+    ]  # sorted by layer: points of a part share what lies below
+    plan = {}
+    for case in cases:
+        inputs = {"tokens": _case_digest(case)}
+        parts = [
+            results.PartSpec(
+                case.document, case.digest, (BASELINE, FULL_CACHE), 2 * num_layers, inputs
+            )
+        ]
+        for group in groups:
+            cost = sum(num_layers - point.head[0] for point in group)
+            keys = tuple(point.key for point in group)
+            parts.append(results.PartSpec(case.document, case.digest, keys, cost, inputs))
+        plan[case.document] = parts
+    if len(plan) < len(cases):
+        raise UserError("two documents have the same name; rename one of them")
+    return plan
+
+
+def _case_digest(case) -> str:
+    """Digest of every token id of a case: the tokenizer and the answers are in it."""
+    import hashlib
+
+    digest = hashlib.sha256(repr(case.article_range).encode())
+    arrays = [case.context_ids, case.reference_ids]
+    for continuation in case.continuations:
+        arrays += [continuation.prompt_ids, continuation.answer_ids]
+    for array in arrays:
+        digest.update(np.asarray(array, "<i4").tobytes() + b"|")
+    return digest.hexdigest()
+
+
+def _announce(loaded, cases: Sequence, points: Sequence[Point], run: results.Run) -> None:
+    """The plan in numbers, and how long it should take on this machine now."""
+    from jaxablate import estimate
+    from jaxablate.edits import keep_keys
+    from jaxablate.plan import plan_sweep
+
+    config = loaded.config
+    unique = [keep_keys({point.head: 1 + i}) for i, point in enumerate(points)]
+    plan = plan_sweep(unique, config.num_layers, 10**9)
+    flops = 0.0
+    for case in cases:
+        batch = case.batch()
+        seen = batch.inputs.shape[1] + int(FLAGS.baseline * case.article_tokens)
+        scored = int(batch.scored.sum())
+        flops += estimate.sweep_flops(config, plan, batch.inputs.size, seen, scored)
+    share = sum(part.cost for part in run.missing()) / max(1, sum(
+        part.cost for parts in _plan(cases, points, config.num_layers).values() for part in parts
+    ))  # fmt: skip
+    seconds = share * flops / (0.6 * estimate.matmul_rate(FLAGS.dtype))
+    say(
+        f"plan        {len(points)} configurations x {len(cases)} documents; "
+        f"{plan.block_evaluations * len(cases)} block evaluations "
+        f"({plan.naive_block_evaluations * len(cases)} if each ran alone); "
+        f"about {estimate.duration(seconds)}"
+    )
+
+
+def _compute(run, loaded, cases, points, plan, device_kind: str) -> None:
+    by_key = {point.key: point for point in points}
+    by_document = {case.document: case for case in cases}
+    document, document_sweep = None, None
+    for part in run.pending():
+        if part.document != document:
+            document, document_sweep = part.document, None  # frees the one before
+            todo = {key for spec in run.missing() if spec.document == document
+                    for key in spec.configurations}  # fmt: skip
+            wanted = [by_key[key] for key in todo if key in by_key]
+            case = by_document[document]
+            document_sweep = DocumentSweep(loaded, case, wanted, device_kind, run)
+        run.write(part, document_sweep.rows(part, by_key))
+
+
+class DocumentSweep:
+    """One document: compacted once, then parts of the sweep as they are asked for."""
+
+    def __init__(self, loaded, case, points: Sequence[Point], device_kind: str, run) -> None:
+        from jaxablate import influence
+        from jaxablate.sweep import Sweep
+
+        config = loaded.config
+        self._case, self._run = case, run
+        self._base = self._count(FLAGS.baseline)
+        self._options = command_line.sweep_options(device_kind)
+        heads = [(i, j) for i in range(config.num_layers) for j in range(config.num_kv_heads)]
+        counts: dict = {head: [self._base] for head in heads}
+        for point in points:
+            counts[point.head].append(self._count(point.ratio))
+        settings = influence.CompactionSettings(
+            method=FLAGS.method,
+            selection=FLAGS.selection,
+            reference_queries=FLAGS.queries,
+            max_queries=FLAGS.max_queries,
+            seed=FLAGS.seed,
+        )
+        self._model = loaded.model()
+        started = time.monotonic()
+        self._context = influence.compact_context(self._model, case, counts, settings)
+        self._problem = influence.influence_problem(self._context, case, self._base)
+        self._sweep = Sweep(self._model, self._problem, self._options)
+        self.preparation_seconds = time.monotonic() - started
+
+    def _count(self, ratio: float) -> int:
+        from jaxablate.compaction import num_kept
+
+        return num_kept(ratio, self._case.article_tokens)
+
+    def rows(self, part, by_key: dict[str, Point]) -> list[dict]:
+        from jaxablate import influence
+
+        if part.configurations == (BASELINE, FULL_CACHE):
+            return self._reference_rows()
+        points = [by_key[key] for key in part.configurations]
+        counts = [self._count(point.ratio) for point in points]
+        configurations = [
+            influence.head_configuration(point.head, count, self._base)
+            for point, count in zip(points, counts)
+        ]
+        found = []
+        for point, count, nll in zip(points, counts, self._sweep.run(configurations)):
+            about = {
+                "configuration": point.key,
+                "layer": point.head[0],
+                "kv_head": point.head[1],
+                "ratio": point.ratio,
+                "keys_kept": count,
+            }
+            found += self._question_rows(nll, about)
+        return found
+
+    def _reference_rows(self) -> list[dict]:
+        from jaxablate.sweep import Sweep
+
+        full = dataclasses.replace(self._problem, prefix=self._context.full_prefix())
+        full_nll = Sweep(self._model, full, self._options).baseline_nll
+        base = {"configuration": BASELINE, "ratio": FLAGS.baseline, "keys_kept": self._base}
+        tokens = self._case.article_tokens
+        everything = {"configuration": FULL_CACHE, "ratio": 1.0, "keys_kept": tokens}
+        return [
+            *self._question_rows(self._sweep.baseline_nll, base),
+            *self._question_rows(full_nll, everything),
+        ]
+
+    def _question_rows(self, nll: np.ndarray, about: dict) -> list[dict]:
+        """One row per question from the NLL of all scored tokens."""
+        found, start = [], 0
+        for continuation in self._case.continuations:
+            part = nll[start : start + len(continuation.answer_ids)]
+            start += len(part)
+            blocks = block_sums(part, BLOCK_TOKENS)
+            found.append(
+                about
+                | {
+                    "question": continuation.question_id,
+                    "article_tokens": self._case.article_tokens,
+                    "scored_tokens": len(part),
+                    "nll_sum": sum(blocks),
+                    "block_nll": blocks,
+                }
+            )
+        return found
+
+
+def report(out: Path, rows: pd.DataFrame) -> None:
+    """The table and the figures, all from the rows."""
+    from jaxablate import figures
+    from jaxablate.curves import reference_log_ppl
+
+    curves = influence_curves(rows, seed=FLAGS.seed)
+    curves.to_csv(out / "curves.csv", index=False)
+    documents = rows.document.nunique()
+    base, full = (reference_log_ppl(rows, name) for name in (BASELINE, FULL_CACHE))
+    say(
+        f"baseline    log-perplexity {base:.4f} (perplexity {np.exp(base):.3f}) at ratio "
+        f"{FLAGS.baseline:g}; full cache {full:.4f} (perplexity {np.exp(full):.3f})"
+    )
+    say(_table(curves))
+    model = Path(FLAGS.model).name
+    title = FLAGS.title or f"Head Influence Curves ({model}; {Path(FLAGS.text).name})"
+    unit = f"{documents} documents" if documents > 1 else "1 document, blocks of tokens"
+    paths = []
+    drawn = _curves_to_draw(curves)
+    if len(drawn):
+        figure = figures.influence_figure(drawn, FLAGS.baseline, title, FLAGS.band)
+        paths += figures.save(figure, out / "figures", "influence")
+    maps = _maps(curves, rows)
+    if maps:
+        figure = figures.head_map_figure(
+            maps, "KV head", f"{model}; {Path(FLAGS.text).name}; {unit}",
+            "Δ log(perplexity) from baseline",
+        )  # fmt: skip
+        paths += figures.save(figure, out / "figures", "influence_map")
+    for path in [out / "rows.parquet", out / "rows.csv", out / "curves.csv", *paths]:
+        say(f"wrote       {path}")
+
+
+def _curves_to_draw(curves: pd.DataFrame) -> pd.DataFrame:
+    """Curves of at least two ratios; of more than 40, the 12 that reach furthest from zero."""
+    groups = curves.groupby(["layer", "kv_head"])
+    several = curves[groups.ratio.transform("count") > 1]
+    reach = several.groupby(["layer", "kv_head"]).delta_log_ppl.agg(lambda d: d.abs().max())
+    if len(reach) <= 40:
+        return several
+    chosen = reach.sort_values(ascending=False).index[:12]
+    return several.set_index(["layer", "kv_head"]).loc[chosen].reset_index()
+
+
+def _maps(curves: pd.DataFrame, rows: pd.DataFrame) -> list[tuple[str, np.ndarray]]:
+    """Layer x head maps at --map_ratios, or at up to four of the ratios, of many heads."""
+    heads = curves[["layer", "kv_head"]].drop_duplicates()
+    if len(heads) < 8:
+        return []
+    counts = curves.groupby("ratio").size()
+    candidates = list(counts[counts == counts.max()].index)
+    chosen = command_line.parse_ratios(FLAGS.map_ratios, "map_ratios") or [
+        candidates[i] for i in sorted({round(x) for x in np.linspace(0, len(candidates) - 1, 4)})
+    ]
+    maps = []
+    for ratio in chosen:
+        values = np.full((curves.layer.max() + 1, curves.kv_head.max() + 1), np.nan)
+        part = curves[curves.ratio == ratio]
+        values[part.layer, part.kv_head] = part.delta_log_ppl
+        maps.append((f"ratio {ratio:g}", values))
+    return maps
+
+
+def _table(curves: pd.DataFrame, most: int = 48) -> str:
+    shown = curves[["layer", "kv_head", "ratio", "keys_kept", "delta_log_ppl", "low", "high"]]
+    note = ""
+    if len(shown) > most:
+        largest = shown.delta_log_ppl.abs().sort_values(ascending=False).index[:most]
+        shown = shown.loc[largest]
+        note = f"\n({most} largest of {len(curves)}; all in curves.csv)"
+    return shown.to_string(index=False, float_format=lambda x: f"{x:.5g}") + note
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,131 @@
+"""From rows of an influence sweep to curves with intervals."""
+
+import numpy as np
+import pandas as pd
+
+from jaxablate import scoring
+from jaxablate.errors import UserError
+
+# With fewer documents a bootstrap over documents has too few distinct draws to say anything.
+_ENOUGH_DOCUMENTS = 5
+
+BASELINE, FULL_CACHE = "baseline", "full cache"
+
+
+def point_key(layer: int, kv_head: int, ratio: float) -> str:
+    """The configuration's name of one head at one ratio, such as L3H1@0.05."""
+    return f"L{layer}H{kv_head}@{ratio:g}"
+
+
+def influence_curves(rows: pd.DataFrame, seed: int = 0, level: float = 0.95) -> pd.DataFrame:
+    """Δ log-perplexity of every head and ratio against the baseline, on the same tokens.
+
+    Args:
+      rows: as `results.read_rows` gives them, baseline rows included.
+      seed: of the bootstrap; level: of its interval.
+
+    Returns: one row per head and ratio, sorted: layer, kv_head, ratio, keys_kept (mean over
+      documents), log_ppl, delta_log_ppl, standard_error (across documents), low, high (paired
+      bootstrap over documents, or with fewer than five over blocks of tokens), documents, estimator.
+    """
+    units, keys, documents = _units(rows)
+    paired = scoring.paired_units(units)
+    interval = scoring.bootstrap(paired, seed=seed, level=level)
+    total = units.values.sum(axis=1) / units.weights.sum()
+    errors = _standard_errors(rows, keys)
+    table = pd.DataFrame(
+        {
+            "configuration": keys,
+            "log_ppl": total,
+            "delta_log_ppl": interval.estimate,
+            "standard_error": errors,
+            "low": interval.low,
+            "high": interval.high,
+        }
+    )
+    about = rows.groupby("configuration", sort=False).agg(
+        layer=("layer", "first"),
+        kv_head=("kv_head", "first"),
+        ratio=("ratio", "first"),
+        keys_kept=("keys_kept", "mean"),
+        estimator=("estimator", "first"),
+    )
+    table = table.join(about, on="configuration")
+    table["documents"] = documents
+    table = table[table.layer.notna()]
+    order = ["layer", "kv_head", "ratio", "keys_kept", "log_ppl", "delta_log_ppl",
+             "standard_error", "low", "high", "documents", "estimator"]  # fmt: skip
+    table = table.astype({"layer": int, "kv_head": int})[order]
+    return table.sort_values(["layer", "kv_head", "ratio"], ignore_index=True)
+
+
+def _standard_errors(rows: pd.DataFrame, keys: list[str]) -> np.ndarray:
+    """Across documents, of the difference from the baseline; NaN with one document."""
+    means = (rows.nll_sum / rows.scored_tokens).groupby([rows.configuration, rows.document])
+    table = means.mean().unstack("document")
+    delta = table.sub(table.loc[BASELINE], axis=1)
+    return scoring.standard_error(delta.loc[keys].to_numpy(float))
+
+
+def reference_log_ppl(rows: pd.DataFrame, configuration: str) -> float:
+    """Mean log-perplexity of the baseline or the full cache."""
+    part = rows[rows.configuration == configuration]
+    if part.empty:
+        raise UserError(f"the rows hold no {configuration!r}")
+    sums, tokens = part.nll_sum.to_numpy(float)[None], part.scored_tokens.to_numpy(np.int64)
+    return float(scoring.mean_log_perplexity(sums, tokens, part.document.to_numpy(str))[0])
+
+
+def _units(rows: pd.DataFrame) -> tuple[scoring.Units, list[str], int]:
+    """Units with one line per configuration, the baseline first."""
+    scored = rows.drop_duplicates(["document", "question"])[["document", "question"]]
+    index = pd.MultiIndex.from_frame(scored)
+    keys = [BASELINE, *[key for key in rows.configuration.unique() if key != BASELINE]]
+    wide = rows.set_index(["document", "question"])
+    sums, blocks, tokens = [], [], None
+    for key, part in wide.groupby("configuration", sort=False):
+        if len(part) != len(index):
+            raise UserError(f"configuration {key!r} was computed on {len(part)} of {len(index)}")
+    groups = dict(tuple(wide.groupby("configuration", sort=False)))
+    for key in keys:
+        part = groups[key].loc[index]
+        sums.append(part.nll_sum.to_numpy(float))
+        blocks.append(part.block_nll.to_list())
+        tokens = part.scored_tokens.to_numpy(np.int64)
+    names = scored.document.to_numpy(str)
+    count = len(set(names))
+    if count >= _ENOUGH_DOCUMENTS:
+        return scoring.document_units(np.stack(sums), tokens, names), keys, count
+    per_question = [np.stack([line[q] for line in blocks]) for q in range(len(index))]
+    return _pooled_blocks(per_question, tokens, names), keys, count
+
+
+def _pooled_blocks(
+    per_question: list[np.ndarray], tokens: np.ndarray, names: np.ndarray
+) -> scoring.Units:
+    """Blocks of tokens of few documents, each document weighing the same."""
+    documents = list(dict.fromkeys(names))
+    values, weights = [], []
+    for name in documents:
+        chosen = [q for q, of in enumerate(names) if of == name]
+        parts = [per_question[q] for q in chosen]
+        lengths = [_block_lengths(int(tokens[q]), per_question[q].shape[1]) for q in chosen]
+        units = scoring.block_units(parts, lengths)
+        values.append(units.values / len(documents))
+        weights.append(units.weights / len(documents))
+    return scoring.Units(
+        kind="blocks", values=np.concatenate(values, axis=1), weights=np.concatenate(weights)
+    )
+
+
+def block_sums(nll: np.ndarray, block_tokens: int) -> list[float]:
+    """Sums over consecutive blocks of scored tokens, float64; the last block takes the rest.
+
+    Blocks are as equal as can be, so that their lengths follow from their number.
+    """
+    count = max(1, len(nll) // block_tokens)
+    return [float(part.astype(np.float64).sum()) for part in np.array_split(nll, count)]
+
+
+def _block_lengths(total: int, count: int) -> np.ndarray:
+    return np.asarray([len(part) for part in np.array_split(np.arange(total), count)])
