@@ -343,11 +343,10 @@ def define_flags() -> None:
             flags.DEFINE_string(name, default, _HELP[name])
 
 
-def main(argv: list[str]) -> None:
-    del argv
+def main() -> None:
     values: dict[str, Any] = {name: flags.FLAGS[name].value for name in _HELP}
     settings = Settings(**values)
-    out = Path(flags.FLAGS["out"].value)
+    out = Path(str(flags.FLAGS["out"].value))
     trained = run(out, settings)
     if trained is None:
         return
