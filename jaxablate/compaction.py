@@ -129,7 +129,7 @@ def key_order(
         return fixed_order(keys.shape[0], method, seed)
     score = method if method in SCORES else "rms"
     statistics = attention_statistics(queries[None], keys[None], score=score)
-    return _orders(queries[None], keys[None], statistics, method, seed, limit)[0]
+    return _orders(queries[None], keys[None], statistics, method, [seed], limit)[0]
 
 
 def fit_heads(
@@ -141,6 +141,7 @@ def fit_heads(
     method: str = "match",
     selection: str = "rms",
     seed: int | Sequence[int] = 0,
+    head_ids: Sequence[int] | None = None,
     ridge: float | int = 0.0,
     memory_bytes: int = 2**30,
 ) -> LayerFit:
@@ -151,7 +152,9 @@ def fit_heads(
       counts: the numbers of keys t for every head, or one sequence of them per head.
       method: `select` keeps values and β = 0; `select+beta` fits β; `select+values` fits values
         at β = 0; `match` fits β, then the values given β.
-      seed: of the random selection; head k draws from (*seed, k). Pass (seed, layer).
+      seed: of the random selection; head k draws from (*seed, head_ids[k]). Pass (seed, layer).
+      head_ids: the heads' numbers in their layer where the arrays hold only some (default 0..K-1),
+        so that a head's random keys do not depend on its company.
       ridge: added to XᵀX, as a multiple of its mean diagonal entry.
       memory_bytes: for the matrix E of n x max(counts) float64 numbers per head, which is computed
         once if it fits.
@@ -170,7 +173,11 @@ def fit_heads(
         score = selection if selection in SCORES else "rms"
         statistics = attention_statistics(queries, keys, values if wants_values else None, score)
     limit = max((sizes[-1] for sizes in wanted), default=1)
-    orders = _orders(queries, keys, statistics, selection, seed, limit)
+    prefix = (seed,) if isinstance(seed, int) else tuple(seed)
+    seeds = [(*prefix, head) for head in (range(num_heads) if head_ids is None else head_ids)]
+    if len(seeds) != num_heads:
+        raise UserError(f"head_ids {head_ids} for arrays of {num_heads} heads; one each")
+    orders = _orders(queries, keys, statistics, selection, seeds, limit)
     heads = {
         (head, count): select(keys[head], values[head], orders[head], count)
         for head, sizes in enumerate(wanted)
@@ -213,13 +220,11 @@ def _counts_per_head(counts, num_heads: int, num_keys: int) -> list[list[int]]:
 
 
 def _orders(
-    queries, keys, statistics: AttentionStatistics | None, selection: str, seed, limit: int | None
+    queries, keys, statistics: AttentionStatistics | None, selection: str, seeds, limit: int | None
 ) -> list[np.ndarray]:
     """The order of all keys of every head."""
-    num_heads, num_keys, _ = keys.shape
     if selection in ("random", "first_last") or statistics is None:
-        prefix = (seed,) if isinstance(seed, int) else tuple(seed)
-        return [fixed_order(num_keys, selection, (*prefix, head)) for head in range(num_heads)]
+        return [fixed_order(keys.shape[1], selection, seed) for seed in seeds]
     orders = [order_by_score(scores) for scores in statistics.scores]
     if selection != "omp":
         return orders

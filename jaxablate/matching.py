@@ -101,7 +101,7 @@ def _factor(
     times each diagonal entry is added; its solution is the one of least norm to float32's accuracy.
     """
     diagonal = jnp.where(used, jnp.diagonal(gram), 0.0)
-    mean = diagonal.sum() / used.sum()
+    mean = diagonal.sum() / used.sum().astype(jnp.float64)
     floor = jnp.where(diagonal > 0, diagonal, mean)
     base = gram + jnp.diag(jnp.where(used, ridge * mean, 1.0))
 
@@ -142,14 +142,14 @@ def _largest_eigenvalue(gram, mask, tolerance: float):
         image = mask * jnp.einsum("pq,qm->pm", gram, vectors, precision="highest")
         value = jnp.linalg.norm(image, axis=0)
         moved = jnp.max(jnp.abs(value - previous) / value)
-        return image / value, value, moved, count + 1
+        return image / value[None, :], value, moved, count + 1
 
     def moving(state):
         _, _, moved, count = state
         return (moved > tolerance) & (count < 300)
 
     unit = mask * jnp.sqrt(jnp.diagonal(gram))[:, None]
-    unit = unit / jnp.linalg.norm(unit, axis=0)
+    unit = unit / jnp.linalg.norm(unit, axis=0, keepdims=True)
     zero = jnp.zeros(mask.shape[1], jnp.float64)
     return jax.lax.while_loop(moving, step, (unit, zero, jnp.float64(1.0), 0))[1]
 
@@ -158,8 +158,8 @@ def _smallest_eigenvalue(factor, mask):
     """σ_min² of each prefix [m], from above: a few inverse iterations with the nested factor."""
     vectors = mask * jax.random.normal(jax.random.key(0), mask.shape, jnp.float64)
     value = jnp.ones(mask.shape[1], jnp.float64)
-    for _ in range(3):
-        vectors = vectors / jnp.linalg.norm(vectors, axis=0)
+    for _ in range(4):
+        vectors = vectors / jnp.linalg.norm(vectors, axis=0, keepdims=True)
         half = mask * _lower_solve(factor, vectors, transpose=False)
         vectors = mask * _lower_solve(factor, half, transpose=True)
         value = 1 / jnp.linalg.norm(vectors, axis=0)
@@ -220,7 +220,7 @@ def _fit_weights(gram, right, sizes, squared_mass):
     target = mask * right[:, None]
     for _ in range(PROJECTED_STEPS):
         image = jnp.einsum("pq,qm->pm", gram, weights, precision="highest")
-        weights = mask * jnp.clip(weights - (mask * image - target) / largest, low, high)
+        weights = mask * jnp.clip(weights - (mask * image - target) / largest[None, :], low, high)
     image = jnp.einsum("pq,qm->pm", gram, weights, precision="highest")
     squared = jnp.sum(weights * image, axis=0) - 2 * jnp.sum(weights * target, axis=0)
     residual = jnp.sqrt(jnp.maximum(squared / squared_mass + 1, 0.0))
@@ -258,7 +258,7 @@ def fit_beta(
 
 def _accumulate_values(gram, right, chunk, weights, outputs):
     """Add a chunk's XᵀX and Xᵀ(AV), X = E w / (E w summed over the kept keys)."""
-    part = chunk[:, : weights.shape[0]] * weights
+    part = chunk[:, : weights.shape[0]] * weights[None, :]
     total = part.sum(axis=1)
     shares = part / jnp.where(total > 0, total, 1.0)[:, None]
     gram = gram + _lower_gram(shares)

@@ -80,7 +80,7 @@ def scaled_scores(
     """s = q·k/sqrt(H) in float64, -inf on padding."""
     wide = keys.astype(jnp.float64) * keys.shape[-1] ** -0.5
     scores = jnp.einsum("rh,th->rt", queries.astype(jnp.float64), wide, precision="highest")
-    return jnp.where(key_mask, scores, -jnp.inf)
+    return jnp.where(key_mask[None, :], scores, -jnp.inf)
 
 
 def _accumulate(totals, queries, row_mask, keys, key_mask, values, *, score: str):
@@ -199,7 +199,7 @@ def fixed_order(num_keys: int, method: str, seed: int | Sequence[int]) -> Int[np
 
 def thin_queries(
     queries: Num[Array | np.ndarray, "... n H"], number: int | None, seed: int | Sequence[int] = 0
-) -> Num[Array | np.ndarray, "... n H"]:
+) -> Num[Array | np.ndarray, "... m H"]:
     """Keep `number` reference queries, drawn without replacement, in their order.
 
     Every leading index (KV head) keeps the same rows. None, or as many as there are, keeps all.
