@@ -164,6 +164,18 @@ def test_every_single_flipped_byte_is_noticed_or_harmless() -> None:
     assert about["row_version"] == rows.ROW_VERSION
 
 
+def test_pages_of_another_file_are_noticed_though_their_own_checksums_agree() -> None:
+    other = encoded(table(row(configuration="a"), row(configuration="b", nll_sum=2.5)), part="key")
+    footer = len(INTACT) - 8 - int.from_bytes(INTACT[-8:-4], "little")
+    assert len(other) == len(INTACT)
+    with pytest.raises(rows.DamagedRows, match="does not agree with its digest"):
+        rows.decode(other[:footer] + INTACT[footer:], "file")
+    flipped = bytearray(INTACT)
+    flipped[footer - 1] ^= 1
+    with pytest.raises(rows.DamagedRows, match="CRC"):
+        rows.decode(bytes(flipped), "file")
+
+
 @pytest.mark.parametrize("length", [0, 1, 4, 8, 100, len(INTACT) - 1])
 def test_a_file_cut_short_is_refused(length: int) -> None:
     with pytest.raises(rows.DamagedRows):

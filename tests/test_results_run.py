@@ -204,6 +204,14 @@ def test_other_settings_never_meet_old_rows_and_going_back_costs_nothing(
     assert (tmp_path / "rows.parquet").read_bytes() == before
 
 
+def test_killed_between_the_new_plan_and_its_record_is_not_complete(tmp_path: Path) -> None:
+    fake_sweep.sweep(tmp_path, 3)
+    with fake_sweep.new_run(tmp_path, model_digest="n") as other:
+        identity = other._identity
+    manifest.write_plan(tmp_path, manifest.make_plan(identity, fake_sweep.specs(3)), "whole")
+    assert fake_sweep.sweep(tmp_path, 3, model_digest="n") == 3
+
+
 def test_a_longer_plan_reuses_the_shorter_ones_parts(tmp_path: Path) -> None:
     assert fake_sweep.sweep(tmp_path, 2) == 2
     assert fake_sweep.sweep(tmp_path, 5) == 3

@@ -63,7 +63,7 @@ def undisturbed(tmp_path: Path) -> Path:
 def test_killed_at_twenty_random_moments_ends_with_the_same_bytes(
     tmp_path: Path, undisturbed: Path
 ) -> None:
-    parts = 200
+    parts = 150
     moments = random.Random(0)
     out = tmp_path / "out"
     hit = 0
@@ -71,9 +71,9 @@ def test_killed_at_twenty_random_moments_ends_with_the_same_bytes(
         child = start(out, f"--parts={parts}", "--seconds=0.005")
         if attempt % 4:
             wait_for(child, "computing", times=2)
-            time.sleep(moments.uniform(0, 0.1))
+            time.sleep(moments.uniform(0, 0.06))
         else:  # somewhere within the start
-            time.sleep(moments.uniform(0, 0.5))
+            time.sleep(moments.uniform(0, 0.4))
         hit += child.poll() is None
         child.kill()
         child.communicate()
@@ -166,7 +166,22 @@ def test_second_signal_stops_at_once(tmp_path: Path, blocking: bool) -> None:
     assert child.returncode == 130
     assert "once more stops at once" in errors
     assert "Traceback" not in errors
+    if blocking:
+        assert "stopped at once; the parts that were finished are intact" in errors
+    else:  # there Python could still say goodbye
+        assert "stopped: 0 of 2 parts are done" in errors
+        assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
     assert run_to_end(out, "--parts=2") == ["topic 0", "topic 1"]
+
+
+def test_a_signal_during_the_last_part_stops_before_anything_else(tmp_path: Path) -> None:
+    child = start(tmp_path, "--parts=1", "--seconds=0.3")
+    wait_for(child, "computing topic 0")
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=20)
+    assert child.returncode == 130
+    assert "stopped: 1 of 1 parts are done" in errors
+    assert run_to_end(tmp_path, "--parts=1") == []
 
 
 def test_second_run_on_one_directory_refuses_and_names_the_first(tmp_path: Path) -> None:
@@ -278,6 +293,7 @@ def test_a_shard_clears_only_its_own_leftovers(tmp_path: Path) -> None:
 
 def test_guard_polls_restores_and_is_idle_elsewhere() -> None:
     before = signal.getsignal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with interrupt.guard(), interrupt.guard():
         assert not interrupt.requested()
         interrupt.check()
@@ -288,6 +304,7 @@ def test_guard_polls_restores_and_is_idle_elsewhere() -> None:
         assert stop.value.code == 143
     assert not interrupt.requested()
     assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with interrupt.guard():
         assert not interrupt.requested()
 
