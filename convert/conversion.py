@@ -17,7 +17,12 @@ from convert.config_json import one_line
 from convert.layouts import Rule, check_covers, source_shape, views
 from convert.sources import Source
 from jaxablate.checkpoint import DTYPES, Checkpoint, group_of, open_checkpoint
-from jaxablate.checkpoint_writer import aligned_empty, new_checkpoint, writing_lock
+from jaxablate.checkpoint_writer import (
+    LARGE_GROUP_BYTES,
+    aligned_empty,
+    new_checkpoint,
+    writing_lock,
+)
 from jaxablate.config import TransformerConfig, param_shapes
 from jaxablate.errors import UserError
 
@@ -239,18 +244,7 @@ def convert(
         filler = Filler(plan, None if dtype is None else DTYPES[dtype])
         with new_checkpoint(dest, plan.config, _provenance(source)) as writer:
             source.save_tokenizer(writer.tokenizer_dir)
-            total = sum(plan.num_bytes(rule) for rule in plan.rules)
-            with tqdm(
-                desc=f"converting {source.name}", total=total, unit="B", unit_scale=True,
-                delay=2, disable=not progress,
-            ) as bar:  # fmt: skip
-                for rules in plan.groups():
-                    group: dict[str, np.ndarray] = {}
-                    for rule in rules:
-                        group |= filler.fill(rule)
-                        bar.update(plan.num_bytes(rule))
-                    writer.write(group)
-                    del group
+            _write_groups(plan, filler, writer, progress)
     if filler.changed:
         print(
             f"cast to {dtype}: the largest change of a weight is {filler.largest_change:.3g}, "
@@ -258,6 +252,25 @@ def convert(
             file=sys.stderr,
         )
     return open_checkpoint(dest)
+
+
+def _write_groups(plan: Plan, filler: Filler, writer: CheckpointWriter, progress: bool) -> None:
+    with tqdm(
+        desc=f"converting {plan.source.name}",
+        total=sum(map(plan.num_bytes, plan.rules)),
+        unit="B",
+        unit_scale=True,
+        delay=2,
+        disable=not progress,
+    ) as bar:
+        for rules in plan.groups():
+            if sum(map(plan.num_bytes, rules)) > LARGE_GROUP_BYTES:
+                writer.wait()
+            group: dict[str, np.ndarray] = {}
+            for rule in rules:
+                group |= filler.fill(rule)
+                bar.update(plan.num_bytes(rule))
+            writer.write(group)
 
 
 def _provenance(source: Source) -> dict[str, Any]:

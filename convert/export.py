@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,15 +128,10 @@ def _write_weights(directory: Path, reader: ParamsReader, shard_bytes: int) -> N
         if len(shards) > 1:
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         infos = {rule.source: reader.info(rule) for rule in rules}
-        write_file(directory / name, infos, _arrays(reader, rules))
+        write_file(directory / name, infos, (reader.read(rule) for rule in rules))
         weight_map |= dict.fromkeys(infos, name)
     if len(shards) > 1:
         sizes = [reader.info(rule) for rule in reader.rules]
         total = sum(math.prod(shape) * dtype.itemsize for dtype, shape in sizes)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _arrays(reader: ParamsReader, rules: list[Rule]) -> Iterator[np.ndarray]:
-    for rule in rules:
-        yield reader.read(rule)

@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -252,22 +252,27 @@ def check_index(index: Path, found: Mapping[str, Any]) -> None:
 def write_file(
     path: Path,
     infos: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
-    arrays: Iterator[np.ndarray],
+    pieces: Iterable[np.ndarray],
 ) -> None:
-    """Write one file, taking the arrays one after another in the order of `infos`."""
+    """Write one file from pieces: all tensors' bytes, in the order of `infos`, cut anywhere."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape) in infos.items():
         stop = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
+        header[name] = {
+            "dtype": NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, stop],
+        }
         offset = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for (name, (dtype, shape)), array in zip(infos.items(), arrays, strict=True):
-            if array.dtype != dtype or array.shape != shape:
-                raise RuntimeError(f"{name}: {array.dtype} {array.shape} for {dtype} {shape}")
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        written = 0
+        for piece in pieces:
+            written += file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+        if written != offset:
+            raise RuntimeError(f"{path}: {written} bytes were given for {offset}")
         file.flush()
         os.fsync(file.fileno())

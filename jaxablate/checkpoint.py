@@ -99,13 +99,13 @@ class Checkpoint:
                 f"{next(iter(self.leaves))!r}"
             )
         leaf = self.leaves[path]
-        return self._load(group_of(path), {path: _numpy_target(leaf.shape, leaf.dtype)})[path]
+        return self._load(group_of(path), {path: numpy_target(leaf.shape, leaf.dtype)})[path]
 
     def read_block(self, layer: int) -> dict[str, Any]:
         """The parameters of one block as a nested dict of numpy arrays, as stored."""
         prefix = self._block_prefix(layer)
         targets = {
-            path: _numpy_target(leaf.shape, leaf.dtype)
+            path: numpy_target(leaf.shape, leaf.dtype)
             for path, leaf in self.leaves.items()
             if path.startswith(prefix)
         }
@@ -166,12 +166,9 @@ class Checkpoint:
         Raises:
           UserError: a weight is damaged; the message names it.
         """
-        for path, leaf in tqdm(self.leaves.items(), "verifying", delay=5, leave=False):
-            if array_sha256(self.read(path)) != leaf.sha256:
-                raise UserError(
-                    f"{self.path} is damaged: {path} does not have its digest; "
-                    "delete the checkpoint and convert again"
-                )
+        for group in tqdm(groups_of(self.config), "verifying", delay=5, leave=False):
+            leaves = {path: leaf for path, leaf in self.leaves.items() if group_of(path) == group}
+            verify_group(self.path / WEIGHTS_NAME / group, leaves)
         if weights_digest(self.config.to_dict(), self.leaves) != self.digest:
             raise UserError(
                 f"{self.path} is damaged: {METADATA_NAME} does not have its digest; "
@@ -186,24 +183,47 @@ class Checkpoint:
         return f"blocks/{layer}/"
 
     def _load(self, group: str, targets: Mapping[str, Any]) -> dict[str, Any]:
-        """Read some parameters of one group through Orbax, into arrays like `targets`."""
-        from orbax.checkpoint import v1 as ocp
+        stored = [path for path in self.leaves if group_of(path) == group]
+        return load_arrays(self.path / WEIGHTS_NAME / group, stored, targets)
 
-        tree = {
-            path.replace("/", "."): targets.get(path, ocp.PLACEHOLDER)
-            for path in self.leaves
-            if group_of(path) == group
-        }
-        try:
-            with _orbax_context():
-                loaded = ocp.load(self.path / WEIGHTS_NAME / group, tree)
-        except (ValueError, OSError, KeyError) as error:
-            message = " ".join(str(error).split())[:300]
+
+def load_arrays(
+    directory: Path, stored: Iterable[str], targets: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Read some of the parameters that are `stored` in one group into arrays like `targets`.
+
+    Raises:
+      UserError: the group's files are damaged.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    tree = {path.replace("/", "."): targets.get(path, ocp.PLACEHOLDER) for path in stored}
+    try:
+        with orbax_context():
+            loaded = ocp.load(directory, tree)
+    except (ValueError, OSError, KeyError) as error:
+        message = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{directory} cannot be read: {message}; delete the checkpoint and convert again"
+        ) from error
+    return {path: loaded[path.replace("/", ".")] for path in targets}
+
+
+def verify_group(directory: Path, leaves: Mapping[str, Leaf]) -> None:
+    """Read the parameters of one group and compare them with their sha256.
+
+    Raises:
+      UserError: one is damaged; the message names it.
+    """
+    for path, leaf in leaves.items():
+        # One at a time, so that checking needs little memory.
+        targets = {path: numpy_target(leaf.shape, leaf.dtype)}
+        array = load_arrays(directory, leaves, targets)[path]
+        if array_sha256(array) != leaf.sha256:
             raise UserError(
-                f"{self.path / WEIGHTS_NAME / group} cannot be read: {message}; "
+                f"{directory} is damaged: {path} does not have its digest; "
                 "delete the checkpoint and convert again"
-            ) from error
-        return {path: loaded[path.replace("/", ".")] for path in targets}
+            )
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -315,12 +335,12 @@ def _check_leaves(checkpoint: Checkpoint) -> None:
         )
 
 
-def _numpy_target(shape: Iterable[int], dtype: np.dtype) -> np.ndarray:
+def numpy_target(shape: Iterable[int], dtype: np.dtype) -> np.ndarray:
     # Orbax takes the type of the target: a numpy array of zero strides stands for one of `shape`.
     return np.broadcast_to(np.zeros((), dtype), tuple(shape))
 
 
-def _orbax_context() -> Any:
+def orbax_context() -> Any:
     """Every process reads and writes for itself: no barriers with other processes."""
     from orbax.checkpoint import v1 as ocp
 

@@ -1,5 +1,6 @@
 """Writing checkpoints: group by group, verified, and finished by one rename."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -22,17 +23,20 @@ from jaxablate.checkpoint import (
     WEIGHTS_NAME,
     Checkpoint,
     Leaf,
-    _orbax_context,
     array_sha256,
     flattened,
     group_of,
     groups_of,
     open_checkpoint,
+    orbax_context,
+    verify_group,
     weights_digest,
 )
 from jaxablate.config import TransformerConfig, param_shapes
 from jaxablate.errors import UserError
 
+# Larger groups (an embedding) are not held beside another group.
+LARGE_GROUP_BYTES = 2**29
 _ALIGNMENT = 64  # of arrays that JAX uses in place
 
 
@@ -85,7 +89,10 @@ def _open_lock(path: Path) -> Any:
 
 
 class CheckpointWriter:
-    """Receives the groups of a model one after another; see `new_checkpoint`."""
+    """Receives the groups of a model one after another; see `new_checkpoint`.
+
+    Saving and reading back go on beside the caller, who makes the next group meanwhile.
+    """
 
     def __init__(self, work: Path, config: TransformerConfig, provenance: Mapping[str, Any]):
         self.work = work
@@ -93,15 +100,15 @@ class CheckpointWriter:
         self.provenance = dict(provenance)
         self.tokenizer_dir = work / TOKENIZER_NAME
         self.leaves: dict[str, Leaf] = {}
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint-writer")
+        self._saving: concurrent.futures.Future[None] | None = None
 
-    def write(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write one group: all of its parameters, path -> array, C-contiguous.
+    def write(self, arrays: dict[str, np.ndarray]) -> None:
+        """Take one group: all of its parameters, path -> array, C-contiguous.
 
-        The group is read back and compared before this returns.
+        The dict is emptied: its arrays are freed as soon as they are on the disk. An error of the
+        group before is raised here.
         """
-        from orbax.checkpoint import v1 as ocp
-
-        group = group_of(next(iter(arrays)))
         shapes = param_shapes(self.config)
         for path, array in arrays.items():
             if array.shape != shapes.get(path) or array.dtype.name not in DTYPES:
@@ -109,16 +116,45 @@ class CheckpointWriter:
                     f"parameter {path} is {array.dtype} {array.shape}; "
                     f"{shapes.get(path)} of {', '.join(DTYPES)} is required"
                 )
-            self.leaves[path] = Leaf(array.dtype, array.shape, array_sha256(array))
-        directory = self.work / WEIGHTS_NAME / group
+        self.wait()
+        taken = dict(arrays)
+        arrays.clear()
+        size = sum(array.nbytes for array in taken.values())
+        self._saving = self._executor.submit(self._save, taken)
+        del taken
+        if size > LARGE_GROUP_BYTES:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the last group is on the disk and verified."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True)
+
+    def _save(self, arrays: dict[str, np.ndarray]) -> None:
+        from orbax.checkpoint import v1 as ocp
+
+        leaves = {
+            path: Leaf(array.dtype, array.shape, array_sha256(array))
+            for path, array in arrays.items()
+        }
+        directory = self.work / WEIGHTS_NAME / group_of(next(iter(arrays)))
         directory.parent.mkdir(exist_ok=True)
         tree = {path.replace("/", "."): _in_place(array) for path, array in arrays.items()}
-        with _orbax_context():
+        arrays.clear()
+        with orbax_context():
             ocp.save(directory, tree)
+        del tree
         _sync_tree(directory)
+        verify_group(directory, leaves)
+        self.leaves |= leaves
 
     def finish(self) -> None:
         """Write the metadata and check that what lies on the disk can be opened."""
+        self.wait()
         config = self.config.to_dict()
         weights = self.work / WEIGHTS_NAME
         files = {
@@ -162,8 +198,8 @@ def new_checkpoint(
         shutil.rmtree(leftover, ignore_errors=True)
     work = dest.parent / f".{dest.name}.partial-{uuid.uuid4().hex[:8]}"
     work.mkdir()
+    writer = CheckpointWriter(work, config, provenance)
     try:
-        writer = CheckpointWriter(work, config, provenance)
         yield writer
         writer.finish()
         work.rename(dest)
@@ -171,6 +207,7 @@ def new_checkpoint(
     except OSError as error:
         raise UserError(f"{dest} cannot be written: {error.strerror or error}") from error
     finally:
+        writer.close()
         shutil.rmtree(work, ignore_errors=True)
 
 
