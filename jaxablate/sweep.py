@@ -75,19 +75,21 @@ class Sweep:
 
     Attributes:
       block_evaluations: blocks computed so far, the baseline's included.
+      trunk: the baseline's residual stream [1, B, T, D] before every block and after the last.
+      rope: rotary tables of all positions.
     """
 
     def __init__(self, model: Model, problem: Problem, options: SweepOptions = SweepOptions()):
         problem.check(model.config)
         self.model, self.problem, self.options = model, problem, options
         self.block_evaluations = 0
-        self._rope = rope_tables(model.config, jnp.asarray(problem.batch.positions))
+        self.rope = rope_tables(model.config, jnp.asarray(problem.batch.positions))
         scored = np.flatnonzero(problem.batch.scored)
         self._scored = jnp.asarray(scored)
         self._targets = jnp.asarray(problem.batch.targets.reshape(-1)[scored])
         self._done, self._total = 0, 0
-        self._trunk = self._run_baseline()
-        self.baseline_nll = self._score(self._trunk[-1], "the baseline")[0]
+        self.trunk = self._run_baseline()
+        self.baseline_nll = self._score(self.trunk[-1], "the baseline")[0]
 
     def plan(self, configurations: Sequence[Configuration]) -> Plan:
         """What `run` would compute for these configurations."""
@@ -96,8 +98,8 @@ class Sweep:
     @property
     def max_states(self) -> int:
         """Live states that the memory budget allows, at least one chunk of one state."""
-        state = self._trunk[0].nbytes
-        room = self.options.memory_budget - state * len(self._trunk) - self._workspace()
+        state = self.trunk[0].nbytes
+        room = self.options.memory_budget - state * len(self.trunk) - self._workspace()
         # A state is held twice while its chunk goes through a block.
         return max(1, int(room // (2 * state)))
 
@@ -138,14 +140,15 @@ class Sweep:
         x = x.astype(self.options.dtype or x.dtype)
         trunk = [x]
         for layer in range(self.model.config.num_layers):
-            x = steps.plain_step(self.model.block(layer), x, self._rope, self._prefix(layer))
+            x = steps.plain_step(self.model.block(layer), x, self.rope, self.prefix(layer))
             self.block_evaluations += 1
             trunk.append(x)
         if not bool(jnp.isfinite(x).all()):
             raise NonFiniteError(_first_non_finite(trunk))
         return trunk
 
-    def _prefix(self, layer: int) -> LayerPrefix | None:
+    def prefix(self, layer: int) -> LayerPrefix | None:
+        """The prefix that all states share at a layer."""
         return None if self.problem.prefix is None else self.problem.prefix[layer]
 
     # One wave
@@ -156,7 +159,7 @@ class Sweep:
         trunk_members: tuple[int, ...] = tuple(wave)
         nodes: list[Node] = []
         for layer in range(self.model.config.num_layers):
-            trunk_node = Node(trunk_members, self._trunk[layer], 0)
+            trunk_node = Node(trunk_members, self.trunk[layer], 0)
             groups = branches(trunk_members, layer, configurations)
             trunk_members = groups[0].members if groups and groups[0].edit is None else ()
             edited = [(trunk_node, b) for b in groups if b.edit is not None]
@@ -192,7 +195,7 @@ class Sweep:
         for chunk in self._chunks(plain):
             x = _gather(chunk)
             following += self._take(
-                steps.plain_step(block, x, self._rope, self._prefix(layer)), chunk
+                steps.plain_step(block, x, self.rope, self.prefix(layer)), chunk
             )
         for group in _by_kind(edited):
             following += self._edit(layer, block, group)
@@ -228,12 +231,12 @@ class Sweep:
             attended = None
             if parent is not None and not edit.remove_attention:
                 attended = steps.attention_step(
-                    block, _gather([parent]), self._rope, self._prefix(layer)
+                    block, _gather([parent]), self.rope, self.prefix(layer)
                 )
             for chunk in self._chunks(children):
                 x = _gather([node for node, _ in chunk] if parent is None else [parent])
                 if parent is None and not edit.remove_attention:
-                    attended = steps.attention_step(block, x, self._rope, self._prefix(layer))
+                    attended = steps.attention_step(block, x, self.rope, self.prefix(layer))
                 edits = self._edit_arrays(layer, [branch.edit for _, branch in chunk])
                 x = steps.edited_step(
                     block, x, attended, edits, children=len(chunk), mlp=not edit.remove_mlp
