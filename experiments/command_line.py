@@ -4,7 +4,6 @@ A user's mistake ends in one line on standard error and exit code 1. A bare flag
 for in the working directory, then in experiments/flags/.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -66,6 +65,95 @@ def define_model_flags(out: str, model: str = "smollm2-135m-instruct") -> None:
     flags.DEFINE_bool("require_gpu", False, "Stop where JAX has no GPU instead of using the CPU.")
 
 
+def define_text_flags(max_tokens: int | None = 2048) -> None:
+    """Flags of plain text read by windows."""
+    flags.DEFINE_string(
+        "text",
+        "pydoc",
+        "pydoc (the language reference that ships with Python), a .txt file, a folder of them, a "
+        ".jsonl file, or a QuALITY file (its articles).",
+    )
+    flags.DEFINE_integer("documents", 1, "How many documents, from the first on.", lower_bound=1)
+    flags.DEFINE_integer("seq_len", 256, "Tokens of a window.", lower_bound=2)
+    flags.DEFINE_integer("stride", None, "Tokens between windows (default: seq_len).")
+    flags.DEFINE_integer(
+        "max_tokens", max_tokens, "Use the first tokens of each document only.", lower_bound=2
+    )
+    flags.DEFINE_string(
+        "bos", "auto", "BOS before each window: auto (as the tokenizer), always, never."
+    )
+
+
+def text_settings() -> dict[str, Any]:
+    """The flags of `define_text_flags` that change numbers."""
+    return {name: flags.FLAGS[name].value for name in ("seq_len", "stride", "max_tokens", "bos")}
+
+
+def text_batches(loaded: "LoadedModel") -> list:
+    """(document, batch of windows) for every batch of every document.
+
+    Raises:
+      UserError: fewer documents than asked for, or too little text.
+    """
+    from jaxablate.table import text_batches as cut
+    from jaxablate.text import check_token_ids, read_documents
+
+    documents = read_documents(flags.FLAGS.text, limit=flags.FLAGS.documents)
+    if len(documents) < flags.FLAGS.documents:
+        raise UserError(
+            f"{flags.FLAGS.text} has {len(documents)} documents, and {flags.FLAGS.documents} were "
+            "asked for; lower --documents"
+        )
+    tokenizer = loaded.tokenizer()
+    found = []
+    for document in documents:
+        for batch in cut(document, tokenizer, **text_settings()):
+            check_token_ids(batch.inputs, loaded.config.vocab_size)
+            found.append((document, batch))
+    return found
+
+
+def batch_digest(batch) -> str:
+    """Digest of the tokens of a batch and of which are scored."""
+    import hashlib
+
+    digest = hashlib.sha256(repr(batch.inputs.shape).encode())
+    for array in (batch.inputs, batch.targets, batch.scored):
+        digest.update(array.astype("<i4").tobytes())
+    return digest.hexdigest()
+
+
+def shard():
+    """The share of --shard, or None."""
+    from jaxablate import results
+
+    return results.parse_shard(flags.FLAGS.shard, os.environ)
+
+
+def announce_plan(config, configurations: Sequence[Any], batches: Sequence[Any], run) -> None:
+    """Print a sweep's plan over batches without a prefix, and how long it should take now."""
+    from jaxablate import estimate
+    from jaxablate.plan import plan_sweep
+
+    plan = plan_sweep(configurations, config.num_layers, 10**9)
+    flops = sum(
+        estimate.sweep_flops(
+            config, plan, batch.inputs.size, batch.inputs.shape[1] // 2, int(batch.scored.sum())
+        )
+        for batch in batches
+    )
+    total = len(run.parts()) if hasattr(run, "parts") else 0
+    share = len(run.missing()) / total if total else 1.0
+    seconds = share * flops / (0.6 * estimate.matmul_rate(flags.FLAGS.dtype))
+    say(
+        f"plan        {len(configurations)} configurations x {len(batches)} batches of windows "
+        f"({sum(int(b.scored.sum()) for b in batches)} scored tokens); "
+        f"{plan.block_evaluations * len(batches)} block evaluations "
+        f"({plan.naive_block_evaluations * len(batches)} if each ran alone); "
+        f"about {estimate.duration(seconds)}"
+    )
+
+
 def run(main: Callable[[], None]) -> None:
     """Parse flags and call `main`; see the module's docstring for how errors end."""
     sys.argv = resolve_flagfiles(sys.argv)
@@ -76,14 +164,14 @@ def run(main: Callable[[], None]) -> None:
         logging.set_verbosity(logging.ERROR)  # Orbax reports every read at INFO
         try:
             main()
+        except BrokenPipeError:  # the reader of our output went away, as with | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
         except (UserError, OSError, ArithmeticError) as error:
             return fail(str(error))
-        except BrokenPipeError:
-            return 1
         return 0
 
-    with contextlib.suppress(BrokenPipeError):
-        app.run(guarded)
+    app.run(guarded)
 
 
 def fail(message: str) -> int:

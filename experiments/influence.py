@@ -94,7 +94,7 @@ def main() -> None:
         columns=COLUMNS,
         constants={"dtype": FLAGS.dtype, "seed": FLAGS.seed, "method": FLAGS.method},
         device=device.description,
-        shard=results.parse_shard(FLAGS.shard, _environment()),
+        shard=command_line.shard(),
     ) as run:
         plan = _plan(cases, points, loaded.config.num_layers)
         run.plan([part for parts in plan.values() for part in parts])
@@ -105,12 +105,6 @@ def main() -> None:
             _compute(run, loaded, cases, points, plan, device.kind)
         if run.finish() is not None:
             report(run.out, run.read())
-
-
-def _environment():
-    import os
-
-    return os.environ
 
 
 def _settings() -> dict:
@@ -160,14 +154,14 @@ def _cases(loaded) -> list:
             f"{FLAGS.text} has {len(documents)} documents, and {wanted} were asked for; "
             "lower --documents or --articles"
         )
-    documents = [documents[i] for i in indices] if indices else documents
+    documents = tuple(documents[i] for i in indices) if indices else documents
     tokenizer = loaded.tokenizer()
     if FLAGS.answers:
         from jaxablate.reference_answers import read_answers
 
         forms = PromptForms(context=FLAGS.context_form, question=FLAGS.question_form)
         return [
-            quality_case(d, tokenizer, read_answers(FLAGS.answers, d.name), forms)
+            quality_case(d, tokenizer, read_answers(FLAGS.answers, d), forms)
             for d in documents
         ]
     return [
@@ -249,10 +243,11 @@ def _announce(loaded, cases: Sequence, points: Sequence[Point], run: results.Run
 def _compute(run, loaded, cases, points, plan, device_kind: str) -> None:
     by_key = {point.key: point for point in points}
     by_document = {case.document: case for case in cases}
-    document, document_sweep = None, None
+    document_sweep: DocumentSweep | None = None
     for part in run.pending():
-        if part.document != document:
-            document, document_sweep = part.document, None  # frees the one before
+        document = part.document
+        if document_sweep is None or document_sweep.document != document:
+            document_sweep = None  # frees the one before
             todo = {key for spec in run.missing() if spec.document == document
                     for key in spec.configurations}  # fmt: skip
             wanted = [by_key[key] for key in todo if key in by_key]
@@ -269,6 +264,7 @@ class DocumentSweep:
         from jaxablate.sweep import Sweep
 
         config = loaded.config
+        self.document = case.document
         self._case, self._run = case, run
         self._base = self._count(FLAGS.baseline)
         self._options = command_line.sweep_options(device_kind)

@@ -1,6 +1,7 @@
 """Causal attention of many states behind one shared prefix of keys and values."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +38,11 @@ def attend(
     """
     states, batch, length, heads, size = q.shape
     merged = [array.reshape(states * batch, length, -1, size) for array in (q, k, v)]
-    out = for_each(lambda qkv: attend_one(*qkv, prefix), tuple(merged))
+    out = for_each(lambda each: attend_one(each[0], each[1], each[2], prefix), tuple(merged))
     return out.reshape(states, batch, length, heads, size)
 
 
-def for_each(function, arrays):
+def for_each(function: Callable[[Any], Any], arrays: Any) -> Any:
     """Apply to every leading index: in a loop on a CPU, side by side on an accelerator."""
     if jax.default_backend() == "cpu":
         return jax.lax.map(function, arrays)

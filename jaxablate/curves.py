@@ -26,7 +26,8 @@ def influence_curves(rows: pd.DataFrame, seed: int = 0, level: float = 0.95) -> 
 
     Returns: one row per head and ratio, sorted: layer, kv_head, ratio, keys_kept (mean over
       documents), log_ppl, delta_log_ppl, standard_error (across documents), low, high (paired
-      bootstrap over documents, or with fewer than five over blocks of tokens), documents, estimator.
+      bootstrap over documents, or with fewer than five over blocks of tokens), documents,
+      estimator.
     """
     units, keys, documents = _units(rows)
     paired = scoring.paired_units(units)
@@ -82,7 +83,8 @@ def _units(rows: pd.DataFrame) -> tuple[scoring.Units, list[str], int]:
     index = pd.MultiIndex.from_frame(scored)
     keys = [BASELINE, *[key for key in rows.configuration.unique() if key != BASELINE]]
     wide = rows.set_index(["document", "question"])
-    sums, blocks, tokens = [], [], None
+    sums, blocks = [], []
+    tokens = np.zeros(0, np.int64)
     for key, part in wide.groupby("configuration", sort=False):
         if len(part) != len(index):
             raise UserError(f"configuration {key!r} was computed on {len(part)} of {len(index)}")

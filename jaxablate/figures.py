@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # Most distinct first; after ten curves colours repeat with another line style.
-_COLOURS = mpl.colormaps["tab10"].colors
+_COLOURS = [f"C{i}" for i in range(10)]
 _STYLES = ("-", "--", ":", "-.")
 
 
@@ -86,9 +86,8 @@ def head_map_figure(
     all_axes = np.atleast_1d(figure.subplots(1, len(maps), sharey=True))
     finite = np.concatenate([values[np.isfinite(values)] for _, values in maps])
     limit = float(np.abs(finite).max()) if finite.size else 1.0
-    image = None
     for axes, (label, values) in zip(all_axes, maps):
-        image = axes.imshow(
+        axes.imshow(
             values, cmap="RdBu_r", vmin=-(limit or 1.0), vmax=limit or 1.0, aspect="auto",
             interpolation="nearest", origin="upper",
         )  # fmt: skip
@@ -98,6 +97,6 @@ def head_map_figure(
         axes.set_xticks(range(0, heads, 1 + heads // 16))
     all_axes[0].set_ylabel("layer")
     all_axes[0].set_yticks(range(0, layers, 1 + layers // 20))
-    figure.colorbar(image, ax=list(all_axes), label=value_name, shrink=0.8)
+    figure.colorbar(all_axes[0].images[0], ax=list(all_axes), label=value_name, shrink=0.8)
     figure.suptitle("\n".join(textwrap.wrap(title, int(12 * width))), fontsize=11)
     return figure

@@ -208,8 +208,8 @@ def _reference_queries(
         rng = np.random.default_rng((settings.seed, layer))
         spread = np.sqrt(np.mean(np.square(queries.astype(np.float32)), axis=(2, 3), keepdims=True))
         queries = rng.standard_normal(queries.shape).astype(np.float32) * spread
-    queries = compaction.thin_queries(queries, settings.max_queries, (settings.seed, layer))
-    return queries.reshape(len(heads), -1, size)
+    thinned = compaction.thin_queries(queries, settings.max_queries, (settings.seed, layer))
+    return np.asarray(thinned).reshape(len(heads), -1, size)
 
 
 def influence_counts(

@@ -71,7 +71,8 @@ def wave_evaluations(
 ) -> int:
     """Block evaluations of one wave; the baseline's own states come from its stored stream."""
     total = 0
-    baseline, nodes = [tuple(wave)], []  # members of the baseline's node, and of all others
+    baseline: list[tuple[int, ...]] = [tuple(wave)]  # members of the baseline's node
+    nodes: list[tuple[int, ...]] = []  # and of all others
     for layer in range(num_layers):
         following: list[tuple[int, ...]] = []
         for is_baseline, members in [(True, m) for m in baseline] + [(False, m) for m in nodes]:

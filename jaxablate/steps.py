@@ -79,15 +79,17 @@ def edited_step(
     if attended is not None:
         heads = attended.heads
         if edits.swap is not None:
-            heads = _swap_heads(attended, edits)
+            heads = _swap_heads(attended, edits.swap_heads, edits.swap)
         if edits.gates is not None:
-            heads = _gate_heads(heads, edits)
+            heads = _gate_heads(heads, edits.gates, edits.null_output)
         projected = block.attn.project(heads)
     out = block.finish(x, projected, mlp=mlp)
     return jnp.broadcast_to(out, (children, *out.shape[1:]))
 
 
-def _swap_heads(attended: Attended, edits: Edits) -> Float[Array, "C B T N H"]:
+def _swap_heads(
+    attended: Attended, swap_heads: Int[Array, "C M"] | None, swap: LayerPrefix
+) -> Float[Array, "C B T N H"]:
     """Recompute the query heads of the swapped KV heads alone; keep the parents' others."""
     parents, num_heads = attended.heads.shape[0], attended.heads.shape[3]
     group = num_heads // attended.qkv.k.shape[3]
@@ -99,14 +101,18 @@ def _swap_heads(attended: Attended, edits: Edits) -> Float[Array, "C B T N H"]:
         for m in range(kv_heads.shape[0]):
             prefix = LayerPrefix(*(jnp.expand_dims(a[m], 0) for a in prefixes))
             qkv = _group_of(parent.qkv, kv_heads[m], group)
-            new = for_each(lambda qkv, prefix=prefix: attend_one(*qkv, prefix), qkv)
+            new = for_each(functools.partial(_attend_group, prefix=prefix), qkv)
             heads = jax.lax.dynamic_update_slice_in_dim(
                 heads, new.astype(heads.dtype), kv_heads[m] * group, axis=2
             )
         return heads
 
-    children = edits.swap_heads.shape[0]
-    return for_each(one_child, (jnp.arange(children), edits.swap_heads, edits.swap))
+    children = swap.keys.shape[0]
+    return for_each(one_child, (jnp.arange(children), swap_heads, swap))
+
+
+def _attend_group(qkv: tuple[Array, Array, Array], prefix: LayerPrefix) -> Array:
+    return attend_one(*qkv, prefix)
 
 
 def _group_of(qkv: QKV, kv_head: Int[Array, ""], group: int) -> tuple[Array, Array, Array]:
@@ -118,10 +124,14 @@ def _group_of(qkv: QKV, kv_head: Int[Array, ""], group: int) -> tuple[Array, Arr
     )
 
 
-def _gate_heads(heads: Float[Array, "P B T N H"], edits: Edits) -> Float[Array, "C B T N H"]:
-    gates = jnp.expand_dims(edits.gates, (1, 2, 4)).astype(heads.dtype)
+def _gate_heads(
+    heads: Float[Array, "P B T N H"],
+    gates: Float[Array, "C N"],
+    null_output: Float[Array, "N H"] | None,
+) -> Float[Array, "C B T N H"]:
+    gates = jnp.expand_dims(gates, (1, 2, 4)).astype(heads.dtype)
     gated = heads * gates
-    if edits.null_output is not None:
-        null = jnp.expand_dims(edits.null_output.astype(heads.dtype), (0, 1, 2))
+    if null_output is not None:
+        null = jnp.expand_dims(null_output.astype(heads.dtype), (0, 1, 2))
         gated = gated + (1 - gates) * null
     return gated
