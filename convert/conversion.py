@@ -19,6 +19,7 @@ from convert.sources import Source
 from jaxablate.checkpoint import DTYPES, Checkpoint, group_of, open_checkpoint
 from jaxablate.checkpoint_writer import (
     LARGE_GROUP_BYTES,
+    CheckpointWriter,
     aligned_empty,
     new_checkpoint,
     writing_lock,
