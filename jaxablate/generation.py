@@ -36,7 +36,8 @@ class GenerationOptions:
       temperature: 0 takes the most likely token (greedy); else logits are divided by it.
       top_p: sample from the smallest set of most likely tokens whose probability reaches this.
       seed: a prompt's draws depend on it and on the prompt's index alone.
-      batch_size: prompts side by side.
+      batch_tokens: prompts are taken side by side up to this many tokens, new ones included (but
+        one at least).
       dtype: of the activations; None takes the embedding's.
     """
 
@@ -44,14 +45,14 @@ class GenerationOptions:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-    batch_size: int = 32
+    batch_tokens: int = 4096
     dtype: Any = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.batch_size < 1:
+        if self.max_new_tokens < 1 or self.batch_tokens < 1:
             raise UserError(
-                f"max_new_tokens and batch_size must be at least 1, got {self.max_new_tokens} "
-                f"and {self.batch_size}"
+                f"max_new_tokens and batch_tokens must be at least 1, got {self.max_new_tokens} "
+                f"and {self.batch_tokens}"
             )
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
@@ -98,9 +99,11 @@ def generate(
     seed_key, indices = jax.random.key(options.seed), jnp.arange(len(prompts))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(seed_key, indices)
     found: list[Int[np.ndarray, " _"]] = []
-    for first in range(0, len(prompts), options.batch_size):
-        batch = _Batch(model, len(context), prompts[first : first + options.batch_size], options)
-        found += batch.run(prefixes, stop_ids, keys[first : first + options.batch_size], on_token)
+    width = max(len(prompt) for prompt in prompts) + options.max_new_tokens
+    rows = max(1, options.batch_tokens // width)
+    for first in range(0, len(prompts), rows):
+        batch = _Batch(model, len(context), prompts[first : first + rows], options)
+        found += batch.run(prefixes, stop_ids, keys[first : first + rows], on_token)
     return found
 
 

@@ -122,7 +122,9 @@ def test_batches_change_nothing(llama):
         {"max_new_tokens": 9, "temperature": 1.3, "top_p": 0.9, "seed": 4},
     ):
         together = generate(llama[0], CONTEXT, PROMPTS, [], GenerationOptions(**options))
-        apart = generate(llama[0], CONTEXT, PROMPTS, [], GenerationOptions(**options, batch_size=1))
+        apart = generate(
+            llama[0], CONTEXT, PROMPTS, [], GenerationOptions(**options, batch_tokens=1)
+        )
         for one, other in zip(together, apart):
             np.testing.assert_array_equal(one, other)
 
@@ -190,7 +192,7 @@ def test_one_compilation_for_all_lengths_layers_and_steps(llama, monkeypatch):
     "wrong",
     [
         {"max_new_tokens": 0},
-        {"batch_size": 0},
+        {"batch_tokens": 0},
         {"temperature": -1.0},
         {"temperature": float("nan")},
         {"top_p": 0.0},
