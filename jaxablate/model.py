@@ -78,10 +78,12 @@ class Attention(nnx.Module):
         self.k = Projection(params["k"])
         self.v = Projection(params["v"])
         self.o = Projection(params["o"])
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = Norm("rms", config.norm_eps, params["q_norm"])
-            self.k_norm = Norm("rms", config.norm_eps, params["k_norm"])
+        names = ("q_norm", "k_norm")
+        norms = [
+            Norm("rms", config.norm_eps, params[name]) if config.qk_norm else None for name in names
+        ]
+        # Once each: NNX settles at the first assignment whether an attribute holds a module.
+        self.q_norm, self.k_norm = norms
 
     def qkv(self, x: Float[Array, "S B T D"], rope: RopeTables) -> QKV:
         q = self.q("sbtd,dnh->sbtnh", x)
