@@ -1,0 +1,291 @@
+"""The pruning experiment as a library: sets of layers over windows, to rows and tables."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from jaxablate import pruning, removals, results, spectra
+from jaxablate.config import TransformerConfig
+from jaxablate.errors import UserError
+from jaxablate.plan import Plan, plan_sweep
+from jaxablate.problem import Problem
+from jaxablate.pruning import LayerSet
+from jaxablate.removal_scores import (
+    RemovalScores,
+    advantage_table,
+    format_layers,
+    single_table,
+    strategy_table,
+)
+from jaxablate.removals import Removal, StrategySettings, WindowBatch
+from jaxablate.sweep import Model, Sweep, SweepOptions
+
+COLUMNS: dict[str, type] = {
+    "component": str,
+    "k": int,
+    "layers": str,
+    "strategies": str,
+    "first_window": int,
+    "seq_len": int,
+    "stride": int,
+    "bos": str,
+    "normaliser": str,
+    "text_tokens": int,
+    "alpha_matrix": str,
+    "alpha_estimator": str,
+    "alpha_fraction": float,
+    "order": str,
+    "boundary": int,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """One experiment: the model's α, the text's windows, and what to remove.
+
+    Attributes:
+      config, digest: of the model.
+      dtype: of weights and activations.
+      batches: windows of the text.
+      alphas: α of each layer.
+      null: α of a Gaussian matrix of the same shape.
+      strategy: see StrategySettings.
+      component: "block", "attention" or "mlp".
+      exhaustive: evaluate every set of up to kmax layers.
+      constants: settings that every row carries: window, stride, α's estimator, ….
+    """
+
+    config: TransformerConfig
+    digest: str
+    dtype: str
+    batches: Sequence[WindowBatch]
+    alphas: Sequence[float]
+    null: float
+    strategy: StrategySettings
+    component: str = "block"
+    exhaustive: bool = False
+    constants: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def exhaustive_kmax(self) -> int | None:
+        return self.strategy.kmax if self.exhaustive else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a finished run says."""
+
+    scores: RemovalScores
+    chosen: list[Removal]
+    singles: pd.DataFrame
+    strategies: pd.DataFrame
+    advantage: pd.DataFrame
+
+
+class SetSweep:
+    """Sets of layers over windows into one results directory, resumable batch by batch."""
+
+    def __init__(
+        self, study: Study, out: Path, sets: Sequence[LayerSet], names: dict[LayerSet, str]
+    ):
+        self.study, self.out, self.names = study, out, names
+        self.sets = list(sets)
+        self.configurations = [removals.removal(one, study.component) for one in self.sets]
+        self.keys = tuple(one.key for one in self.configurations)
+
+    def plan(self) -> Plan:
+        """What one batch of windows costs with unlimited memory."""
+        return plan_sweep(self.configurations, self.study.num_layers, 10**9)
+
+    def run(
+        self,
+        model: Callable[[], Model],
+        options: SweepOptions,
+        *,
+        flags_used: dict[str, Any] | None = None,
+        device: str = "",
+        shard: results.Shard | None = None,
+        known: pd.DataFrame | None = None,
+    ) -> pd.DataFrame | None:
+        """Compute what is missing; None where other shards' parts are.
+
+        Args:
+          model: returns the model; called only if something is to be computed.
+          options: of the engine.
+          flags_used, device: for run.json.
+          shard: the share to compute.
+          known: rows of some of the sets, which are not computed again.
+        """
+        study = self.study
+        settings = {"strategy": dataclasses.asdict(study.strategy), "exhaustive": study.exhaustive}
+        with results.Run(
+            self.out,
+            experiment="pruning",
+            settings=settings | {"alphas": list(study.alphas)},
+            flags=flags_used or {},
+            model_digest=study.digest,
+            columns=COLUMNS,
+            constants={
+                **study.constants,
+                "component": study.component,
+                "order": study.strategy.order,
+                "boundary": study.strategy.boundary,
+                "dtype": study.dtype,
+                "seed": study.strategy.seed,
+                "method": "remove",
+            },
+            device=device,
+            shard=shard,
+            label="pruning",
+            unit="sets",
+        ) as record:
+            cost = self.plan().block_evaluations
+            parts = [self._part(batch, cost) for batch in study.batches]
+            record.plan(parts)
+            by_question = dict(zip((self._name(batch) for batch in study.batches), study.batches))
+            for part in record.pending():
+                batch = by_question[part.document, part.inputs["windows"]]
+                record.write(part, self._compute(model(), batch, options, record, known))
+            return None if record.finish() is None else record.read()
+
+    def _name(self, batch: WindowBatch) -> tuple[str, str]:
+        return batch.document.name, batch.question
+
+    def _part(self, batch: WindowBatch, cost: int) -> results.PartSpec:
+        document = batch.document
+        digest = hashlib.sha256(batch.batch.inputs.tobytes() + batch.batch.scored.tobytes())
+        inputs = {"windows": batch.question, "tokens": digest.hexdigest()}
+        return results.PartSpec(document.name, document.digest, self.keys, cost, inputs)
+
+    def _compute(
+        self,
+        model: Model,
+        batch: WindowBatch,
+        options: SweepOptions,
+        record: results.Run,
+        known: pd.DataFrame | None,
+    ) -> list[dict[str, Any]]:
+        sums = _known_sums(known, batch)
+        wanted = [i for i, key in enumerate(self.keys) if key not in sums]
+        before = 0
+
+        def moved(done: int, total: int) -> None:
+            nonlocal before
+            record.progress.advance(done - before)
+            before = done
+
+        engine = Sweep(model, Problem(batch.batch), dataclasses.replace(options, on_progress=moved))
+        computed = engine.run([self.configurations[i] for i in wanted])
+        for place, nll in zip(wanted, computed):
+            sums[self.keys[place]] = removals.window_sums(nll, batch.token_counts)
+        return [
+            self._row(layers, key, sums[key], batch) for layers, key in zip(self.sets, self.keys)
+        ]
+
+    def _row(
+        self, layers: LayerSet, key: str, blocks: list[float], batch: WindowBatch
+    ) -> dict[str, Any]:
+        return {
+            "configuration": key,
+            "question": batch.question,
+            "k": len(layers),
+            "layers": format_layers(layers),
+            "strategies": self.names.get(layers, ""),
+            "first_window": batch.first,
+            "normaliser": batch.document.normaliser,
+            "scored_tokens": sum(batch.token_counts),
+            "nll_sum": sum(blocks),
+            "block_nll": blocks,
+        }
+
+
+def _known_sums(known: pd.DataFrame | None, batch: WindowBatch) -> dict[str, list[float]]:
+    if known is None:
+        return {}
+    rows = known[
+        (known["document_digest"] == batch.document.digest) & (known["question"] == batch.question)
+    ]
+    return {row["configuration"]: list(row["block_nll"]) for row in rows.to_dict("records")}
+
+
+def run_study(
+    study: Study,
+    out: Path,
+    model: Callable[[], Model],
+    options: SweepOptions,
+    *,
+    max_teraflop: float | None = None,
+    announce: Callable[[int, Plan, float], None] | None = None,
+    **run_options: Any,
+) -> Outcome | None:
+    """The whole experiment into `out`; None where other shards' parts are missing.
+
+    Args:
+      study: what to do.
+      out: directory of the results.
+      model: returns the model.
+      options: of the engine.
+      max_teraflop: refuse an exhaustive sweep that needs more operations; None: any.
+      announce: called with (sets, plan of a batch, operations) before anything is computed.
+      run_options: see `SetSweep.run`.
+
+    Raises:
+      UserError: k too large, an exhaustive sweep beyond the limit, or as the engine.
+    """
+    known: pd.DataFrame | None = None
+    single_deltas: list[float] | None = None
+    layers = study.num_layers
+    if study.strategy.order == "calibrated":
+        # The order needs the single layers' costs, so these are computed first, on their own.
+        singles = SetSweep(study, out / "calibration", removals.sweep_sets(layers, [], None), {})
+        unsharded = {k: v for k, v in run_options.items() if k != "shard"}
+        known = singles.run(model, options, **unsharded)
+        single_deltas = RemovalScores(known).single_deltas(layers)
+    chosen = removals.strategy_sets(study.strategy, layers, study.alphas, single_deltas)
+    sets = removals.sweep_sets(layers, [one.layers for one in chosen], study.exhaustive_kmax)
+    sweep = SetSweep(study, out, sets, _strategy_names(chosen))
+    plan = sweep.plan()
+    operations = removals.sweep_operations(study.config, plan, study.batches)
+    if announce is not None:
+        announce(len(sets), plan, operations)
+    if study.exhaustive and max_teraflop is not None and operations > max_teraflop * 1e12:
+        count = pruning.count_sets(layers, study.strategy.kmax)
+        tokens = sum(sum(batch.token_counts) for batch in study.batches)
+        raise UserError(
+            f"--exhaustive: {count:,} sets of up to {study.strategy.kmax} of {layers} layers over "
+            f"{tokens:,} tokens need {operations / 1e12:,.0f} TFLOP; the limit is "
+            f"--max_teraflop={max_teraflop:g}: raise it, or lower --kmax or --tokens"
+        )
+    frame = sweep.run(model, options, known=known, **run_options)
+    return None if frame is None else analyse(study, frame, chosen, out)
+
+
+def analyse(study: Study, frame: pd.DataFrame, chosen: list[Removal], out: Path) -> Outcome:
+    """Tables and figures from the rows."""
+    scores = RemovalScores(frame, seed=study.strategy.seed)
+    zones = spectra.zones(study.num_layers, study.strategy.boundary)
+    outcome = Outcome(
+        scores=scores,
+        chosen=chosen,
+        singles=single_table(scores, study.alphas, zones),
+        strategies=strategy_table(scores, chosen, study.exhaustive_kmax),
+        advantage=advantage_table(scores, chosen),
+    )
+    for name in ("singles", "strategies", "advantage"):
+        getattr(outcome, name).to_csv(out / f"{name}.csv", index=False)
+    return outcome
+
+
+def _strategy_names(chosen: Sequence[Removal]) -> dict[LayerSet, str]:
+    names: dict[LayerSet, list[str]] = {}
+    for one in chosen:
+        names.setdefault(one.layers, []).append(one.strategy)
+    return {layers: " ".join(dict.fromkeys(found)) for layers, found in names.items()}
