@@ -12,7 +12,6 @@ About a minute per hundred configurations of the embedded model on 2 CPU cores.
 """
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -261,6 +260,7 @@ class DocumentSweep:
 
     def __init__(self, loaded, case, points: Sequence[Point], device_kind: str, run) -> None:
         from jaxablate import influence
+        from jaxablate.progress import Progress
         from jaxablate.sweep import Sweep
 
         config = loaded.config
@@ -280,11 +280,13 @@ class DocumentSweep:
             seed=FLAGS.seed,
         )
         self._model = loaded.model()
-        started = time.monotonic()
-        self._context = influence.compact_context(self._model, case, counts, settings)
+        layers = config.num_layers
+        with Progress(layers, layers, label=f"compacting {case.document}", unit="layers") as bar:
+            self._context = influence.compact_context(
+                self._model, case, counts, settings, on_layer=lambda layer: bar.advance(1, 1)
+            )
         self._problem = influence.influence_problem(self._context, case, self._base)
         self._sweep = Sweep(self._model, self._problem, self._options)
-        self.preparation_seconds = time.monotonic() - started
 
     def _count(self, ratio: float) -> int:
         from jaxablate.compaction import num_kept
