@@ -4,7 +4,7 @@
     python experiments/alpha_profile.py --model=out/tiny/hf/step000512 --matrices=q,k,v,o,mlp
     python experiments/alpha_profile.py --model=EleutherAI/pythia-160m \\
         --revisions=step1000,step16000,step143000
-    python experiments/alpha_profile.py --model=out/tiny/hf/step000064,out/tiny/hf/step000512
+    python experiments/alpha_profile.py --model=out/tiny/hf   (every step in it)
 
 α is a power-law exponent of a matrix's singular values: by rank_slope (over the top half of the
 ranks), hill or ml (of the density of σ², on which scale high and low are swapped). Every table and
@@ -241,7 +241,9 @@ def parse_specs(models: str, revisions: str | None) -> list[tuple[str, str | Non
     Raises:
       UserError: no model, or revisions of several models.
     """
-    listed = [item for item in re.split(r"[,\s]+", models.strip()) if item]
+    listed = [
+        model for item in re.split(r"[,\s]+", models.strip()) if item for model in _expand(item)
+    ]
     if not listed:
         raise UserError("--model is empty; name a model, or several separated by commas")
     if not revisions:
@@ -251,6 +253,15 @@ def parse_specs(models: str, revisions: str | None) -> list[tuple[str, str | Non
     return [(listed[0], item) for item in re.split(r"[,\s]+", revisions.strip()) if item]
 
 
+def _expand(item: str) -> list[str]:
+    """The models in a directory of models, by name; anything else as it is."""
+    path, marks = Path(item).expanduser(), ("config.json", "checkpoint.json")
+    if not path.is_dir() or any((path / mark).is_file() for mark in marks):
+        return [item]
+    inside = sorted(child for child in path.iterdir() if not child.name.startswith("."))
+    return [str(c) for c in inside if any((c / m).is_file() for m in marks)] or [item]
+
+
 def define_flags() -> None:
     """The flags; called by the program only, so that a notebook may import this module."""
     default = Settings()
@@ -258,7 +269,7 @@ def define_flags() -> None:
         "model",
         "smollm2-135m-instruct",
         "Model, or several separated by commas for a map over training: a registered name, a "
-        "Hugging Face directory, a hub name, a .gguf file, or a checkpoint.",
+        "Hugging Face directory, a hub name, a .gguf file, a checkpoint, or a directory of models.",
     )
     flags.DEFINE_string(
         "revisions", None, "Revisions of a hub name, such as step1000,step143000, for a map."

@@ -94,7 +94,7 @@ def alpha_profile(bars: ProfileBars, title: str) -> Figure:
 
 def pruning_impact(lines: Sequence[ImpactLine], title: str) -> Figure:
     """ΔPPL of every strategy over k, on a log axis."""
-    figure = _figure(6.4, 4.8)
+    figure = _figure(6.4, 5.4)
     draw_pruning_impact(figure.subplots(), lines, title)
     return figure
 
@@ -113,7 +113,7 @@ def three_panels(
     title: str,
 ) -> Figure:
     """α profile, pruning impact and zone-aware advantage side by side."""
-    figure = _figure(16.5, 5.0)
+    figure = _figure(16.5, 5.6)
     axes = figure.subplots(1, 3, width_ratios=[1.15, 1.15, 1.0])
     draw_alpha_profile(axes[0], profile, "α profile")
     draw_pruning_impact(axes[1], lines, "Pruning impact")
@@ -216,7 +216,8 @@ def draw_pruning_impact(axes: Axes, lines: Sequence[ImpactLine], title: str) -> 
     axes.set_xticks(every)
     axes.set_xlim(every[0] - 0.35, every[-1] + 0.35)
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize=8, loc="upper left")
+    # Below the axes: lines and ranges may lie anywhere within.
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
 
 
 def draw_advantage(axes: Axes, bars: Sequence[AdvantageBar], title: str) -> None:

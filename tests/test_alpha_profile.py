@@ -196,6 +196,11 @@ def test_refusals(models, tmp_path):
     with pytest.raises(UserError, match="revisions are of a hub name"):
         open_parameters(llama, "step9")
     assert alpha_profile.parse_specs("a/b", "s1, s2") == [("a/b", "s1"), ("a/b", "s2")]
+    root = models["llama-hf"][0].parent
+    expanded = [
+        str(root / f"{name}-{kind}") for name in ("llama", "neox") for kind in ("hf", "orbax")
+    ]
+    assert alpha_profile.parse_specs(str(root), None) == [(path, None) for path in expanded]
     assert alpha_profile.parse_specs("x,y", None) == [("x", None), ("y", None)]
     with pytest.raises(UserError, match="lists 2"):
         alpha_profile.parse_specs("x,y", "s1")
