@@ -64,12 +64,17 @@ def _gate_key(gates: tuple[float, ...], null: str) -> str:
     suffix = "" if null == "zero" else f"({null})"
     if set(gates) <= {0.0, 1.0}:
         return "off=" + ",".join(str(i) for i, gate in enumerate(gates) if gate == 0) + suffix
-    return "gate=" + ",".join(f"{gate:g}" for gate in gates) + suffix
+    # float32, as they are used: as many digits as tell two of them apart, and no more.
+    written = (str(np.float32(gate)).removesuffix(".0") for gate in gates)
+    return "gate=" + ",".join(written) + suffix
 
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """Edits of layers in rising order; equal keys mean equal configurations."""
+    """Edits of layers in rising order; equal keys mean equal configurations.
+
+    Edits that change nothing are dropped.
+    """
 
     edits: tuple[tuple[int, LayerEdit], ...] = ()
 
@@ -77,6 +82,8 @@ class Configuration:
         layers = [layer for layer, _ in self.edits]
         if layers != sorted(set(layers)) or (layers and layers[0] < 0):
             raise UserError(f"a configuration edits layers {layers}; each once, in rising order")
+        edits = tuple((layer, edit) for layer, edit in self.edits if edit.key)
+        object.__setattr__(self, "edits", edits)
 
     @functools.cached_property
     def by_layer(self) -> dict[int, LayerEdit]:

@@ -5,6 +5,7 @@ at each layer every live state goes through the block in chunks, and a state who
 part at that layer branches. See `plan` for the counting.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -18,10 +19,14 @@ from jaxablate.attention import LayerPrefix
 from jaxablate.config import TransformerConfig
 from jaxablate.edits import Configuration, LayerEdit, check
 from jaxablate.errors import UserError
-from jaxablate.loss import token_nll
+from jaxablate.mesh import OnMesh
+from jaxablate.placement import OneDevice, Placement
 from jaxablate.plan import Plan, branches, plan_sweep, split_waves, trie_order
 from jaxablate.problem import Problem
 from jaxablate.rope import rope_tables
+
+# Chunks that an accelerator is given before progress waits for one: it never runs dry.
+_CHUNKS_AHEAD = 4
 
 
 @runtime_checkable
@@ -45,10 +50,12 @@ class SweepOptions:
     Attributes:
       chunk_tokens: tokens (states x B x T) that go through a block in one call.
       score_tokens: tokens unembedded in one call.
-      memory_budget: bytes for the states of a wave, the baseline's stored stream included.
+      memory_budget: bytes of each device for the states of a wave, the baseline's stored stream
+        included.
       dtype: of the activations; None takes the embedding's.
       on_progress: called with (block evaluations done, of how many) after every chunk; whatever
         it raises stops the sweep.
+      mesh: devices to split states and heads over, see `mesh.make_mesh`; None: JAX's default one.
     """
 
     chunk_tokens: int = 2048
@@ -56,6 +63,7 @@ class SweepOptions:
     memory_budget: int = 4 << 30
     dtype: Any = None
     on_progress: Callable[[int, int], None] | None = None
+    mesh: jax.sharding.Mesh | None = None
 
 
 class NonFiniteError(ArithmeticError):
@@ -83,13 +91,19 @@ class Sweep:
         problem.check(model.config)
         self.model, self.problem, self.options = model, problem, options
         self.block_evaluations = 0
-        self.rope = rope_tables(model.config, jnp.asarray(problem.batch.positions))
+        self._place: Placement = OnMesh(options.mesh) if options.mesh else OneDevice()
+        positions = jnp.asarray(problem.batch.positions)
+        self.rope = self._place.shared(rope_tables(model.config, positions))
+        self._prefix = [self._place.prefix(layer) for layer in problem.prefix or ()]
         scored = np.flatnonzero(problem.batch.scored)
-        self._scored = jnp.asarray(scored)
-        self._targets = jnp.asarray(problem.batch.targets.reshape(-1)[scored])
+        targets = problem.batch.targets.reshape(-1)[scored]
+        self._scored, self._targets = self._place.shared(
+            (scored.astype(np.int32), targets.astype(np.int32))
+        )
         self._done, self._total = 0, 0
+        self._in_flight: collections.deque[tuple[jax.Array, int]] = collections.deque()
         self.trunk = self._run_baseline()
-        self.baseline_nll = self._score(self.trunk[-1], "the baseline")[0]
+        self.baseline_nll = _finite(self._score(self.trunk[-1])[0], "the baseline")
 
     def plan(self, configurations: Sequence[Configuration]) -> Plan:
         """What `run` would compute for these configurations."""
@@ -100,15 +114,18 @@ class Sweep:
         """Live states that the memory budget allows, at least one chunk of one state."""
         state = self.trunk[0].nbytes
         room = self.options.memory_budget - state * len(self.trunk) - self._workspace()
-        # A state is held twice while its chunk goes through a block.
-        return max(1, int(room // (2 * state)))
+        return max(1, int(room // state)) * self._place.lanes
 
     def _workspace(self) -> int:
-        """Bytes that one chunk needs inside a block, and one call of the unembedding."""
+        """Bytes that a device needs for one chunk inside a block, or one call of the unembedding.
+
+        The chunk's states before and after the block are in it: other states exist once.
+        """
         config = self.model.config
         wide = 3 * config.mlp_dim + 4 * config.num_heads * config.head_dim + 4 * config.model_dim
         chunk = max(self.options.chunk_tokens, self.problem.batch.inputs.size) * wide
-        return 4 * max(chunk, 2 * self.options.score_tokens * config.vocab_size)
+        logits = 2 * self.options.score_tokens * config.vocab_size
+        return 4 * max(chunk, logits) // self._place.shards
 
     def run(self, configurations: Sequence[Configuration]) -> np.ndarray:
         """Token NLL in nats of every configuration, float32 [C, scored tokens].
@@ -125,6 +142,7 @@ class Sweep:
         keys = list(distinct)
         unique = list(distinct.values())
         self._done, self._total = 0, self.plan(unique).block_evaluations - config.num_layers
+        self._in_flight.clear()
         nll = np.empty((len(unique), len(self._scored)), np.float32)
         for wave in split_waves(trie_order(unique), self.max_states):
             for member, values in self._run_wave(wave, unique):
@@ -136,11 +154,13 @@ class Sweep:
 
     def _run_baseline(self) -> list[jax.Array]:
         """The baseline's residual stream [1, B, T, D] before every block and after the last."""
-        x = jnp.expand_dims(self.model.embed_tokens(jnp.asarray(self.problem.batch.inputs)), 0)
-        x = x.astype(self.options.dtype or x.dtype)
+        inputs = self._place.shared(self.problem.batch.inputs)
+        x = jnp.expand_dims(self.model.embed_tokens(inputs), 0)
+        x = self._place.shared_state(x.astype(self.options.dtype or x.dtype))
         trunk = [x]
         for layer in range(self.model.config.num_layers):
-            x = steps.plain_step(self.model.block(layer), x, self.rope, self.prefix(layer))
+            block = self.model.block(layer)
+            x = self._place.plain_step(block, x, self.rope, self.prefix(layer))
             self.block_evaluations += 1
             trunk.append(x)
         if not bool(jnp.isfinite(x).all()):
@@ -149,7 +169,7 @@ class Sweep:
 
     def prefix(self, layer: int) -> LayerPrefix | None:
         """The prefix that all states share at a layer."""
-        return None if self.problem.prefix is None else self.problem.prefix[layer]
+        return self._prefix[layer] if self._prefix else None
 
     # One wave
 
@@ -165,15 +185,17 @@ class Sweep:
             edited = [(trunk_node, b) for b in groups if b.edit is not None]
             if nodes or edited:
                 nodes = self._advance(layer, nodes, edited, configurations)
+        self._report(0)
         if trunk_members:
             for member in trunk_members:
                 yield member, self.baseline_nll
         for nodes_of_chunk in _by_chunk(nodes):
-            names = configurations[nodes_of_chunk[0].members[0]].key
-            nll = self._score(nodes_of_chunk[0].chunk, f"configuration {names!r}")
+            nll = self._score(nodes_of_chunk[0].chunk)
             for node in nodes_of_chunk:
+                name = configurations[node.members[0]].key
+                values = _finite(nll[node.place], f"configuration {name!r}")
                 for member in node.members:
-                    yield member, nll[node.place]
+                    yield member, values
 
     def _advance(
         self,
@@ -182,7 +204,7 @@ class Sweep:
         edited: list[tuple[Node, Any]],
         configurations: Sequence[Configuration],
     ) -> list[Node]:
-        """All live states through one layer."""
+        """All live states through one layer; `nodes` is emptied, each freed once it is through."""
         block = self.model.block(layer)
         plain: list[Node] = []
         for node in nodes:
@@ -191,13 +213,17 @@ class Sweep:
                     plain.append(node._replace(members=branch.members))
                 else:
                     edited.append((node, branch))
+            del node
+        nodes.clear()
         following = []
         for chunk in self._chunks(plain):
-            x = _gather(chunk)
-            following += self._take(
-                steps.plain_step(block, x, self.rope, self.prefix(layer)), chunk
-            )
-        for group in _by_kind(edited):
+            x = self._gather(chunk)
+            x = self._place.plain_step(block, x, self.rope, self.prefix(layer))
+            following += self._take(x, chunk)
+        # Parents go as soon as their children are there: every list is emptied on the way.
+        kinds = _by_kind(edited)
+        edited.clear()
+        for group in kinds:
             following += self._edit(layer, block, group)
         return following
 
@@ -206,20 +232,48 @@ class Sweep:
         self.block_evaluations += len(chunk)
         self._done += len(chunk)
         if self.options.on_progress is not None:
-            x.block_until_ready()
-            self.options.on_progress(self._done, self._total)
+            self._in_flight.append((x, self._done))
+            self._report(_CHUNKS_AHEAD if jax.default_backend() != "cpu" else 0)
         return [Node(node.members, x, index) for index, node in enumerate(chunk)]
 
-    def _chunks(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Split into full chunks, then falling powers of two: few shapes, no padding."""
+    def _report(self, ahead: int) -> None:
+        """Report chunks as they are done, once more than `ahead` are on their way."""
+        while self.options.on_progress is not None and len(self._in_flight) > ahead:
+            x, done = self._in_flight.popleft()
+            x.block_until_ready()
+            self.options.on_progress(done, self._total)
+
+    def _chunks(self, items: list[Any]) -> Iterator[list[Any]]:
+        """Full chunks, then falling powers of two: few shapes, no padding; empties `items`.
+
+        Where several lanes of devices work side by side, times their number: the last chunk alone
+        is padded, see `_gather`.
+        """
+        lanes = self._place.lanes
         size = max(1, self.options.chunk_tokens // self.problem.batch.inputs.size)
-        size = 1 << (size.bit_length() - 1)
-        start = 0
-        while start < len(items):
-            while size > len(items) - start:
+        size = lanes << (size.bit_length() - 1)
+        while items:
+            while size > max(lanes, len(items)):
                 size //= 2
-            yield items[start : start + size]
-            start += size
+            chunk = items[:size]
+            del items[:size]
+            yield chunk
+
+    def _gather(self, nodes: Sequence[Node]) -> jax.Array:
+        """The states of some nodes [S, B, T, D], and padding to fill the lanes.
+
+        A whole chunk in order is not copied.
+        """
+        chunk, padding = nodes[0].chunk, self._padding(nodes)
+        if len(nodes) + padding == chunk.shape[0] and all(
+            node.chunk is chunk and node.place == i for i, node in enumerate(nodes)
+        ):
+            return chunk
+        parts = [r[0].chunk[r[0].place : r[-1].place + 1] for r in _runs(nodes)]
+        return self._place.gather(parts, padding)
+
+    def _padding(self, items: Sequence[Any]) -> int:
+        return -len(items) % self._place.lanes
 
     def _edit(self, layer: int, block: Any, group: list[tuple[Node, Any]]) -> list[Node]:
         """Edited children of one kind; children of one parent share its attention."""
@@ -227,23 +281,36 @@ class Sweep:
         if edit.key == "block":
             return [node._replace(members=branch.members) for node, branch in group]
         following = []
-        for parent, children in _families(group):
-            attended = None
-            if parent is not None and not edit.remove_attention:
-                attended = steps.attention_step(
-                    block, _gather([parent]), self.rope, self.prefix(layer)
-                )
+        families = _families(group)
+        group.clear()
+        while families:
+            parent, children = families.pop()
+            if parent is not None:
+                x = parent.chunk
+                if len(x) > 1:
+                    x = x[parent.place : parent.place + 1]
+                x = self._place.shared_state(x)
+                attended = self._attend(layer, block, x, edit)
             for chunk in self._chunks(children):
-                x = _gather([node for node, _ in chunk] if parent is None else [parent])
-                if parent is None and not edit.remove_attention:
-                    attended = steps.attention_step(block, x, self.rope, self.prefix(layer))
-                edits = self._edit_arrays(layer, [branch.edit for _, branch in chunk])
-                x = steps.edited_step(
-                    block, x, attended, edits, children=len(chunk), mlp=not edit.remove_mlp
+                if parent is None:
+                    x = self._gather([node for node, _ in chunk])
+                    attended = self._attend(layer, block, x, edit)
+                padded = [branch.edit for _, branch in chunk]
+                padded += [padded[-1]] * self._padding(chunk)
+                edits = self._place.edits(self._edit_arrays(layer, padded))
+                out = self._place.edited_step(
+                    block, x, attended, edits, children=len(padded), mlp=not edit.remove_mlp
                 )
                 members = [node._replace(members=branch.members) for node, branch in chunk]
-                following += self._take(x, members)
+                following += self._take(out, members)
         return following
+
+    def _attend(
+        self, layer: int, block: Any, x: jax.Array, edit: LayerEdit
+    ) -> steps.Attended | None:
+        if edit.remove_attention:
+            return None
+        return self._place.attention_step(block, x, self.rope, self.prefix(layer))
 
     def _edit_arrays(self, layer: int, edits: list[LayerEdit]) -> steps.Edits:
         swap_heads = swap = gates = null_output = None
@@ -262,20 +329,10 @@ class Sweep:
 
     # Scoring
 
-    def _score(self, x: jax.Array, what: str) -> np.ndarray:
+    def _score(self, x: jax.Array) -> np.ndarray:
         """NLL of the scored tokens of a chunk of finished states, [S, scored tokens]."""
-        states = x.shape[0]
-        x = x.reshape(states, -1, x.shape[-1])[:, self._scored].reshape(-1, x.shape[-1])
-        targets = jnp.tile(self._targets, states)
         size = self.options.score_tokens
-        parts = [
-            token_nll(self.model.head, x[i : i + size], targets[i : i + size])
-            for i in range(0, len(targets), size)
-        ]
-        nll = np.concatenate([np.asarray(part) for part in parts]).reshape(states, -1)
-        if not np.isfinite(nll).all():
-            raise NonFiniteError(f"the loss of {what} is not finite")
-        return nll
+        return self._place.nll(self.model.head, x, self._scored, self._targets, size)
 
 
 def sweep(
@@ -292,20 +349,6 @@ def sweep(
     """
     engine = Sweep(model, problem, options)
     return engine.baseline_nll, engine.run(configurations)
-
-
-def _gather(nodes: Sequence[Node]) -> jax.Array:
-    """The states of some nodes as one array [S, B, T, D]; a whole chunk in order is not copied."""
-    chunk = nodes[0].chunk
-    if len(nodes) == chunk.shape[0] and all(
-        node.chunk is chunk and node.place == i for i, node in enumerate(nodes)
-    ):
-        return chunk
-    parts: list[jax.Array] = []
-    for run in _runs(nodes):
-        start, stop = run[0].place, run[-1].place + 1
-        parts.append(run[0].chunk[start:stop])
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _runs(nodes: Sequence[Node]) -> Iterator[list[Node]]:
@@ -327,7 +370,7 @@ def _by_chunk(nodes: Sequence[Node]) -> Iterator[list[Node]]:
     yield from groups.values()
 
 
-def _by_kind(edited: list[tuple[Node, Any]]) -> Iterator[list[tuple[Node, Any]]]:
+def _by_kind(edited: list[tuple[Node, Any]]) -> list[list[tuple[Node, Any]]]:
     """Group edits that run through the same compiled step."""
     groups: dict[Any, list[tuple[Node, Any]]] = {}
     for node, branch in edited:
@@ -341,22 +384,31 @@ def _by_kind(edited: list[tuple[Node, Any]]) -> Iterator[list[tuple[Node, Any]]]
             len(edit.kept_keys),
         )
         groups.setdefault(kind, []).append((node, branch))
-    yield from groups.values()
+    return list(groups.values())
 
 
-def _families(group: list[tuple[Node, Any]]) -> Iterator[tuple[Node | None, list[Any]]]:
-    """(parent, its children) where there are several, then (None, all only children)."""
+def _families(group: list[tuple[Node, Any]]) -> list[tuple[Node | None, list[Any]]]:
+    """All only children as (None, children), then (parent, its children) where there are several.
+
+    The last is used first.
+    """
     families: dict[tuple[int, int], list[tuple[Node, Any]]] = {}
     for node, branch in group:
         families.setdefault((id(node.chunk), node.place), []).append((node, branch))
-    only = []
+    only: list[Any] = []
+    several: list[tuple[Node | None, list[Any]]] = []
     for family in families.values():
         if len(family) > 1:
-            yield family[0][0], family
+            several.append((family[0][0], family))
         else:
             only += family
-    if only:
-        yield None, only
+    return [(None, only)] * bool(only) + several[::-1]
+
+
+def _finite(nll: np.ndarray, what: str) -> np.ndarray:
+    if not np.isfinite(nll).all():
+        raise NonFiniteError(f"the loss of {what} is not finite")
+    return nll
 
 
 def _first_non_finite(trunk: Sequence[jax.Array]) -> str:
