@@ -1,0 +1,112 @@
+"""Timing side by side: alternating repeats, medians and spreads, floors of the same run."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds: the median of the repeats, the fastest and the slowest."""
+
+    median: float
+    low: float
+    high: float
+    first: float  # the warm-up, compilation included
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} s ({self.low:.3g} to {self.high:.3g})"
+
+
+def interleaved(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Timing]:
+    """Time several functions in turn, so that a busy moment of the machine hits all alike.
+
+    Each is called once to warm up, then `repeats` times; every function must wait for its result.
+    """
+    first = {name: _seconds(function) for name, function in functions.items()}
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            times[name].append(_seconds(function))
+    return {
+        name: Timing(statistics.median(found), min(found), max(found), first[name])
+        for name, found in times.items()
+    }
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the benchmark's table.
+
+    Attributes:
+      what: the task, with its size.
+      ours, rival: seconds; rival_name: who the rival is.
+      bar: the ratio rival / ours that is to be reached, or None.
+      floor: seconds that the operations need at the matrix-product rate measured beside it.
+      note: whatever else was measured.
+    """
+
+    what: str
+    ours: Timing
+    rival: Timing | None = None
+    rival_name: str = ""
+    bar: float | None = None
+    floor: float | None = None
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.rival is None else self.rival.median / self.ours.median
+
+    @property
+    def share_of_floor(self) -> float | None:
+        return None if self.floor is None else self.floor / self.ours.median
+
+
+def matmul_rate(tokens: int = 2048, inner: int = 576, outer: int = 1536) -> Callable[[], float]:
+    """A function that measures float32 operations per second of one matrix product, about 0.1 s."""
+    import jax
+    import jax.numpy as jnp
+
+    a, b = jnp.ones((tokens, inner)), jnp.ones((inner, outer))
+    product = jax.jit(lambda a, b: a @ b)
+    product(a, b).block_until_ready()
+
+    def measure() -> float:
+        done, start = 0, time.perf_counter()
+        while time.perf_counter() - start < 0.1:
+            product(a, b).block_until_ready()
+            done += 1
+        return 2.0 * tokens * inner * outer * done / (time.perf_counter() - start)
+
+    return measure
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text, aligned."""
+    head = ["what", "ours", "rival", "ratio", "bar", "of the matmul rate", "note"]
+    lines = [head]
+    for row in rows:
+        lines.append(
+            [
+                row.what,
+                str(row.ours),
+                f"{row.rival} {row.rival_name}" if row.rival else row.rival_name,
+                "" if row.ratio is None else f"{row.ratio:.2f}x",
+                "" if row.bar is None else f"{row.bar:g}x",
+                "" if row.share_of_floor is None else f"{row.share_of_floor:.2f}",
+                row.note,
+            ]
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
+    )

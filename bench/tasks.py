@@ -1,0 +1,506 @@
+"""What is benchmarked: each task prepares both sides, checks that they agree, and times them."""
+
+import dataclasses
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import convert
+from bench.measure import Row, Timing, interleaved, matmul_rate
+from jaxablate import estimate, influence, steps
+from jaxablate.attention import LayerPrefix
+from jaxablate.compaction import num_kept
+from jaxablate.config import TransformerConfig
+from jaxablate.edits import head_mask, remove_blocks
+from jaxablate.model import Transformer
+from jaxablate.plan import plan_sweep
+from jaxablate.problem import Problem
+from jaxablate.rope import rope_tables
+from jaxablate.sweep import Sweep, SweepOptions
+from jaxablate.text import Batch, load_tokenizer, plain_case, read_documents
+from jaxablate.windows import windows
+
+OPTIONS = SweepOptions()
+INFLUENCE_HEADS = [(0, 0), (3, 1), (7, 2), (10, 0), (13, 0), (16, 1), (22, 2), (28, 1)]
+RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+
+
+@dataclasses.dataclass
+class Bench:
+    """What the tasks share."""
+
+    quick: bool
+    scratch: Path
+
+    def __post_init__(self) -> None:
+        self.repeats = 3 if self.quick else 5
+        self.checkpoint = convert.resolve("smollm2-135m-instruct")
+        self.model = self.checkpoint.restore()
+        self.config = self.checkpoint.config
+        self.tokenizer = load_tokenizer(self.checkpoint.tokenizer_dir)
+        self.rate = matmul_rate()
+        self._torch = None
+
+    def torch_model(self):
+        """SmolLM2 in PyTorch, from our own export: the same weights."""
+        if self._torch is None:
+            from bench import rivals
+
+            directory = self.scratch / "smollm2"
+            convert.export_hf(
+                self.config, self.checkpoint, directory, self.checkpoint.tokenizer_dir
+            )
+            self._torch = rivals.load(directory)
+        return self._torch
+
+
+def agree(what: str, ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> None:
+    """Speed of a wrong answer is worth nothing: stop if both sides differ."""
+    worst = float(np.abs(ours - theirs).max())
+    if not worst <= tolerance:
+        raise SystemExit(f"error: {what}: ours and PyTorch differ by {worst:.3g} > {tolerance:g}")
+
+
+def block_rates(bench: Bench) -> list[Row]:
+    """One block for chunks of states against the matrix-product rate at that moment."""
+    rows = []
+    block, config = bench.model.block(10), bench.config
+    shapes = [(8, 128), (32, 128), (8, 256), (32, 256), (8, 512), (16, 512)]
+    shape = (config.num_kv_heads, 128, config.head_dim)
+    prefix = LayerPrefix(jnp.ones(shape), jnp.ones(shape), jnp.zeros(shape[:2]))
+    for states, length in shapes[:: 2 if bench.quick else 1]:
+        positions = jnp.arange(1500, 1500 + length, dtype=jnp.int32).reshape(1, length)
+        rope = rope_tables(config, positions)
+        x = jax.random.normal(jax.random.key(0), (states, 1, length, config.model_dim))
+        flops = estimate.block_flops(config, states * length, (length + 1) // 2 + 128)
+        ratios, times = [], []
+        steps.plain_step(block, x, rope, prefix).block_until_ready()
+        for _ in range(4 * bench.repeats):
+            before = bench.rate()
+            start = time.perf_counter()
+            steps.plain_step(block, x, rope, prefix).block_until_ready()
+            times.append(time.perf_counter() - start)
+            rate = (before + bench.rate()) / 2
+            ratios.append(flops / rate / times[-1])
+        share = float(np.median(ratios))
+        timing = Timing(float(np.median(times)), min(times), max(times), times[0])
+        bar = 0.75 if length == 512 else 0.8
+        rows.append(
+            Row(
+                f"block, {states} states x {length} tokens",
+                timing,
+                floor=share * timing.median,
+                note=f"bar {bar} of the matmul rate; {flops / timing.median / 1e9:.0f} GFLOP/s",
+            )
+        )
+    return rows
+
+
+def influence_sweep(bench: Bench) -> list[Row]:
+    """8 heads x 8 ratios behind an article of 1,500 tokens, 256 scored."""
+    from bench import rivals
+
+    article = 600 if bench.quick else 1500
+    heads = INFLUENCE_HEADS[::2] if bench.quick else INFLUENCE_HEADS
+    document = read_documents("pydoc", limit=1)[0]
+    case = plain_case(document, bench.tokenizer, article_tokens=article, scored_tokens=256)
+    base = num_kept(0.05, case.article_tokens)
+    points = [(head, num_kept(ratio, case.article_tokens)) for head in heads for ratio in RATIOS]
+    counts: dict = {
+        (i, j): [base]
+        for i in range(bench.config.num_layers)
+        for j in range(bench.config.num_kv_heads)
+    }
+    for head, count in points:
+        counts[head].append(count)
+    full = max(count for _, count in points)
+    everything = {head: sorted({*found, full}) for head, found in counts.items()}
+    context = influence.compact_context(bench.model, case, everything)
+    problem = influence.influence_problem(context, case, base)
+    configurations = [influence.head_configuration(h, count, base) for h, count in points]
+
+    def ours() -> np.ndarray:
+        return Sweep(bench.model, problem, OPTIONS).run(configurations)
+
+    start, _ = context.article
+    orders = {
+        (layer, head): start + context.heads[layer, head, full].indices
+        for layer in range(bench.config.num_layers)
+        for head in range(bench.config.num_kv_heads)
+    }
+    batch = case.batch()
+    rival = rivals.InfluenceRival(
+        bench.torch_model(), context.keys, context.values, range(start), orders, base,
+        batch.inputs[0], batch.positions[0],
+    )  # fmt: skip
+    targets = batch.targets[0]
+    loop_points = points[:: len(points) // 4]
+    agree("influence", ours(), rival.run(points, targets, 16), 1e-3)
+    timings = interleaved(
+        {
+            "ours": ours,
+            "batched": lambda: rival.run(points, targets, 16),
+            "loop": lambda: rival.run(loop_points, targets, 1),
+        },
+        1 if bench.quick else 3,
+    )
+    engine = Sweep(bench.model, problem, OPTIONS)
+    plan = engine.plan(configurations)
+    flops = estimate.sweep_flops(bench.config, plan, 256, 128 + base, 256)
+    floor = flops / np.mean([bench.rate() for _ in range(5)])
+    loop = timings["loop"]
+    scale = len(points) / len(loop_points)
+    loop = Timing(loop.median * scale, loop.low * scale, loop.high * scale, loop.first)
+    name = f"exact influence sweep, {len(points)} configurations, article {article}, 256 scored"
+    state = problem.batch.inputs.size * bench.config.model_dim * 4
+    return [
+        Row(name, timings["ours"], timings["batched"], "PyTorch, batches of 16", 2.5, floor,
+            f"bar 0.70 of the matmul rate; {plan.block_evaluations} of "
+            f"{plan.naive_block_evaluations} block evaluations; {state / 2**20:.2f} MiB per state"),
+        Row(name, timings["ours"], loop, f"PyTorch, one at a time ({len(loop_points)} timed)", 4.0),
+    ]  # fmt: skip
+
+
+def text_problem(bench: Bench, tokens: int, seq_len: int) -> tuple[Batch, Problem]:
+    ids = bench.tokenizer.encode_start(read_documents("pydoc", limit=1)[0].text, tokens)[:tokens]
+    batch = windows(ids, seq_len, seq_len, None)
+    return batch, Problem(batch)
+
+
+def head_gates(bench: Bench) -> list[Row]:
+    """Every query head silenced, one at a time, on 256 tokens."""
+    from bench import rivals
+
+    layers, heads = bench.config.num_layers, bench.config.num_heads
+    batch, problem = text_problem(bench, 257, 256)
+    gates = (1 - np.eye(layers * heads, dtype=np.float32)).reshape(-1, layers, heads)
+    gates = gates[:: 6 if bench.quick else 1]
+    configurations = [head_mask(gate) for gate in gates]
+    rival = rivals.TextRival(bench.torch_model(), batch.inputs, batch.targets)
+    sample = gates[:: max(1, len(gates) // 48)]
+
+    def ours() -> np.ndarray:
+        return Sweep(bench.model, problem, OPTIONS).run(configurations).sum(axis=1)
+
+    agree("gates", ours()[:: max(1, len(gates) // 48)], rival.gates(sample, 16), 0.05)
+    timings = interleaved(
+        {"ours": ours, "rival": lambda: rival.gates(sample, 16)}, 1 if bench.quick else 2
+    )
+    scale = len(gates) / len(sample)
+    theirs = timings["rival"]
+    theirs = Timing(theirs.median * scale, theirs.low * scale, theirs.high * scale, theirs.first)
+    plan = plan_sweep(configurations, layers, 10**9)
+    flops = estimate.sweep_flops(bench.config, plan, 256, 128, 256)
+    floor = flops / np.mean([bench.rate() for _ in range(5)])
+    name = f"silence each of {len(gates)} query heads, 256 tokens"
+    rival_name = f"PyTorch, batches of 16 ({len(sample)} timed)"
+    return [Row(name, timings["ours"], theirs, rival_name, None, floor)]
+
+
+def tiny_neox() -> TransformerConfig:
+    return TransformerConfig(
+        family="gpt_neox", num_layers=12, model_dim=128, mlp_dim=512, num_heads=4,
+        num_kv_heads=4, head_dim=32, vocab_size=1024, norm="layer", norm_eps=1e-5, mlp="gelu",
+        qkv_bias=True, out_bias=True, mlp_bias=True, parallel_residual=True, rotary_dim=8,
+        rope_theta=10000.0, tie_embeddings=False, max_positions=512,
+    )  # fmt: skip
+
+
+def random_params(config: TransformerConfig) -> dict:
+    from jaxablate.checkpoint import nested
+    from jaxablate.config import param_shapes
+
+    rng = np.random.default_rng(0)
+    directory = bench.scratch / "neox"
+    convert.export_hf(config, params, directory)
+    torch_model = rivals.load(directory)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, 4 * 256 + 1)
+    batch = windows(ids.astype(np.int32), 256, 256, None)
+    problem = Problem(batch)
+    most = 2 if bench.quick else 4
+    sets = [s for k in range(1, most + 1) for s in itertools.combinations(range(12), k)]
+    configurations = [remove_blocks(s) for s in sets]
+    rival = rivals.TextRival(torch_model, batch.inputs, batch.targets)
+
+    def ours() -> np.ndarray:
+        return Sweep(model, problem, OPTIONS).run(configurations).sum(axis=1)
+
+    def alone() -> np.ndarray:
+        engine = Sweep(model, problem, OPTIONS)
+        return np.concatenate([engine.run([one]) for one in configurations]).sum(axis=1)
+
+    agree("removal sets", ours(), rival.removal_sets(sets), 0.5)
+    timings = interleaved(
+        {"ours": ours, "rival": lambda: rival.removal_sets(sets), "alone": alone},
+        1 if bench.quick else 2,
+    )
+    plan = plan_sweep(configurations, 12, 10**9)
+    name = f"all {len(sets)} sets of up to {most} of 12 layers, small GPT-NeoX, 1,024 tokens"
+    note = f"{plan.block_evaluations} of {plan.naive_block_evaluations} block evaluations"
+    return [
+        Row(name, timings["ours"], timings["rival"], "PyTorch, windows batched", 3.0, None, note),
+        Row(name, timings["ours"], timings["alone"], "ours, a set at a time", None),
+    ]
+
+
+def single_removals(bench: Bench) -> list[Row]:
+    """Each of SmolLM2's layers removed, on 1,024 tokens."""
+    from bench import rivals
+
+    batch, problem = text_problem(bench, 1025, 256)
+    sets = [(layer,) for layer in range(0, bench.config.num_layers, 5 if bench.quick else 1)]
+    configurations = [remove_blocks(s) for s in sets]
+    rival = rivals.TextRival(bench.torch_model(), batch.inputs, batch.targets)
+
+    def ours() -> np.ndarray:
+        return Sweep(bench.model, problem, OPTIONS).run(configurations).sum(axis=1)
+
+    agree("single removals", ours(), rival.removal_sets(sets), 0.5)
+    timings = interleaved({"ours": ours, "rival": lambda: rival.removal_sets(sets)}, 1)
+    plan = plan_sweep(configurations, bench.config.num_layers, 10**9)
+    flops = estimate.sweep_flops(bench.config, plan, 1024, 128, 1024)
+    floor = flops / np.mean([bench.rate() for _ in range(5)])
+    name = f"each of {len(sets)} layers of SmolLM2 removed, 1,024 tokens"
+    return [Row(name, timings["ours"], timings["rival"], "PyTorch, windows batched", None, floor)]
+
+
+def alpha(bench: Bench) -> list[Row]:
+    """α of every W_Q of SmolLM2: maximum likelihood, as WeightWatcher computes it."""
+    from jaxablate import spectra
+
+    layers = range(0, bench.config.num_layers, 5 if bench.quick else 1)
+    matrices = [
+        np.asarray(bench.checkpoint.read(f"blocks/{i}/attn/q/kernel"), np.float32).reshape(
+            bench.config.model_dim, -1
+        )
+        for i in layers
+    ]
+
+    def ours() -> list[float]:
+        return [
+            spectra.fit_alpha(spectra.singular_values(matrix), "ml").alpha for matrix in matrices
+        ]
+
+    name = f"α (maximum likelihood) of {len(matrices)} W_Q of SmolLM2"
+    try:
+        import torch
+        import weightwatcher
+    except ImportError as error:
+        timing = interleaved({"ours": ours}, bench.repeats)["ours"]
+        return [Row(name, timing, rival_name="WeightWatcher absent", note=str(error)[:60])]
+
+    module = torch.nn.Sequential(
+        *[torch.nn.Linear(*matrix.shape, bias=False) for matrix in matrices]
+    )
+    for linear, matrix in zip(module, matrices):
+        linear.weight.data = torch.from_numpy(np.ascontiguousarray(matrix.T))
+
+    def theirs() -> list[float]:
+        watcher = weightwatcher.WeightWatcher(model=module)
+        return list(watcher.analyze(min_evals=10).alpha)
+
+    timings = interleaved({"ours": ours, "theirs": theirs}, 1)
+    worst = np.abs(np.asarray(ours()) - np.asarray(theirs())).max()
+    note = f"largest difference of an α {worst:.2g}"
+    return [Row(name, timings["ours"], timings["theirs"], "WeightWatcher", 5.0, None, note)]
+
+
+def conversion(bench: Bench) -> list[Row]:
+    """Hugging Face directory to checkpoint, against transformers' loading and saving."""
+    rows = [_conversion_row(bench, "SmolLM2 (float32, 0.54 GB)", _smollm2_directory(bench))]
+    free = shutil.disk_usage(bench.scratch).free
+    if not bench.quick and free > 12e9:
+        directory = bench.scratch / "random-1b"
+        run_python(["bench/make_random_checkpoint.py", "--size=1b", f"--out={directory}"])
+        rows.append(
+            _conversion_row(bench, "random 1.1-billion Llama (bfloat16, 2.2 GB)", directory)
+        )
+        shutil.rmtree(directory)
+    return rows
+
+
+def _smollm2_directory(bench: Bench) -> Path:
+    bench.torch_model()
+    return bench.scratch / "smollm2"
+
+
+_TRANSFORMERS = """
+import sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
+model.save_pretrained(sys.argv[2])
+"""
+
+
+def _conversion_row(bench: Bench, what: str, source: Path) -> Row:
+    target = bench.scratch / "converted"
+
+    def side(arguments: list[str]) -> tuple[Timing, float]:
+        start = time.perf_counter()
+        peak = run_python(arguments)
+        seconds = time.perf_counter() - start
+        shutil.rmtree(target, ignore_errors=True)
+        return Timing(seconds, seconds, seconds, seconds), peak
+
+    ours, our_peak = side(["-m", "convert", str(source), str(target)])
+    theirs, their_peak = side(["-c", _TRANSFORMERS, str(source), str(target)])
+    note = f"peak memory {our_peak / 1e9:.2f} GB, transformers {their_peak / 1e9:.2f} GB"
+    return Row(f"convert {what}", ours, theirs, "transformers load + save", None, None, note)
+
+
+def run_python(arguments: list[str], environment: dict[str, str] | None = None) -> float:
+    """Run Python to its end; returns its peak resident memory in bytes.
+
+    Raises SystemExit with the end of its output if it fails.
+    """
+    program = (
+        "import resource, subprocess, sys\n"
+        "code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode\n"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ) | (environment or {}),
+        cwd=Path(__file__).parents[1],
+    )
+    if done.returncode:
+        raise SystemExit(f"error: {' '.join(arguments[:3])} failed: {done.stderr[-2000:]}")
+    return float(done.stdout.split()[-1])
+
+
+_COMPILE = """
+import sys, time
+import jax, numpy as np
+from jaxablate.config import TransformerConfig
+from jaxablate.edits import head_mask, remove_blocks
+from jaxablate.model import Transformer
+from jaxablate.problem import Problem
+from jaxablate.sweep import Sweep
+from jaxablate.windows import windows
+from bench.tasks import random_params, tiny_neox
+from jaxablate import steps
+import jaxablate.loss
+config = tiny_neox().replace(num_layers=int(sys.argv[1]))
+model = Transformer.from_params(config, jax.tree.map(jax.numpy.asarray, random_params(config)))
+ids = np.random.default_rng(0).integers(0, 1024, 257).astype(np.int32)
+seconds = 0.0
+def add(event, duration, **_):
+    global seconds
+    if "backend_compile" in event or "jaxpr" in event or "cache_retrieval" in event:
+        seconds += duration
+jax.monitoring.register_event_duration_secs_listener(add)
+masks = 1 - np.eye(config.num_layers * 4, dtype=np.float32).reshape(-1, config.num_layers, 4)
+sweep = Sweep(model, Problem(windows(ids, 256, 256, None)))
+sweep.run([head_mask(m) for m in masks[:48]] + [remove_blocks([i]) for i in range(12)])
+counts = steps.plain_step._cache_size() + steps.edited_step._cache_size()
+counts += steps.attention_step._cache_size() + jaxablate.loss.token_nll._cache_size()
+print(seconds, counts, file=open(sys.argv[2], "w"))
+"""
+
+
+def compilation(bench: Bench) -> list[Row]:
+    """Compile time of a sweep, cold and from JAX's persistent cache, for 12 and 48 layers."""
+    cache, rows = bench.scratch / "jax-cache", []
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    for layers in (12, 48):
+        shutil.rmtree(cache, ignore_errors=True)
+        found = []
+        for _ in range(2):
+            file = bench.scratch / "compile.txt"
+            run_python(["-c", _COMPILE, str(layers), str(file)], environment)
+            found.append(file.read_text().split())
+        cold, warm = (float(one[0]) for one in found)
+        rows.append(
+            Row(f"compiling a sweep, {layers} layers", Timing(cold, cold, cold, cold),
+                note=f"bar 8 s cold; {warm:.2f} s from the persistent cache (bar 2 s); "
+                f"{found[0][1]} compilations")
+        )  # fmt: skip
+    return rows
+
+
+def start_up(bench: Bench) -> list[Row]:
+    """Import of the package beyond JAX and Flax, and the time of the whole demo."""
+
+    def seconds(code: str) -> float:
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            run_python(["-c", code])
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    bare = seconds("import jax, flax.nnx")
+    ours = seconds("import jax, flax.nnx, jaxablate.sweep, jaxablate.influence, jaxablate.table")
+    extra = max(0.0, ours - bare)
+    rows = [Row("import of the package, beyond jax and flax", Timing(extra, extra, extra, extra),
+                note="bar 0.3 s")]  # fmt: skip
+    if not bench.quick:
+        start = time.perf_counter()
+        out = bench.scratch / "demo"
+        peak = run_python(
+            ["experiments/influence.py", "--flagfile=demo.flags", f"--out={out}"],
+            {"JAXABLATE_CACHE": str(bench.scratch / "cache")},
+        )
+        total = time.perf_counter() - start
+        rows.append(Row("make demo, conversion included", Timing(total, total, total, total),
+                        note=f"bar 240 s; peak memory {peak / 2**30:.2f} GiB (bar 6)"))  # fmt: skip
+    return rows
+
+
+def memory(bench: Bench) -> list[Row]:
+    """The influence-like sweep within 1 GiB against the default budget."""
+    _, problem = text_problem(bench, 257, 256)
+    layers, heads = bench.config.num_layers, bench.config.num_heads
+    gates = (1 - np.eye(layers * heads, dtype=np.float32)).reshape(-1, layers, heads)
+    configurations = [head_mask(gate) for gate in gates[:: 6 if bench.quick else 2]]
+    small = dataclasses.replace(OPTIONS, memory_budget=2**30)
+
+    def run(options: SweepOptions) -> Callable[[], np.ndarray]:
+        return lambda: Sweep(bench.model, problem, options).run(configurations)
+
+    timings = interleaved({"default": run(OPTIONS), "small": run(small)}, 1 if bench.quick else 2)
+    slower = timings["small"].median / timings["default"].median - 1
+    waves = Sweep(bench.model, problem, small).plan(configurations).waves
+    return [
+        Row(
+            f"{len(configurations)} gated heads within 1 GiB",
+            timings["small"],
+            timings["default"],
+            "ours, 4 GiB",
+            note=f"{100 * slower:+.0f} % (bar +20 %), {waves} waves",
+        )
+    ]
+
+
+TASKS: dict[str, Callable[[Bench], list[Row]]] = {
+    "block": block_rates,
+    "influence": influence_sweep,
+    "gates": head_gates,
+    "removals": removal_sets,
+    "single": single_removals,
+    "memory": memory,
+    "alpha": alpha,
+    "conversion": conversion,
+    "compile": compilation,
+    "start": start_up,
+}
+
+
+def scratch_directory() -> Path:
+    return Path(tempfile.mkdtemp(prefix="jaxablate-bench-"))
