@@ -221,6 +221,20 @@ def random_params(config: TransformerConfig) -> dict:
     from jaxablate.config import param_shapes
 
     rng = np.random.default_rng(0)
+    flat = {}
+    for path, shape in param_shapes(config).items():
+        scale = 1.0 if path.endswith("scale") else 0.0
+        flat[path] = (scale + 0.05 * rng.standard_normal(shape)).astype(np.float32)
+    return nested(flat)
+
+
+def removal_sets(bench: Bench) -> list[Row]:
+    """All 793 sets of up to 4 of 12 layers of a small GPT-NeoX; each set alone in our blocks."""
+    from bench import rivals
+
+    config = tiny_neox()
+    params = random_params(config)
+    model = Transformer.from_params(config, jax.tree.map(jnp.asarray, params))
     directory = bench.scratch / "neox"
     convert.export_hf(config, params, directory)
     torch_model = rivals.load(directory)
