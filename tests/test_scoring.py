@@ -38,8 +38,8 @@ def test_overflow_is_infinite_and_shows_its_logarithm():
 
 
 def test_delta_perplexity_keeps_small_differences():
-    delta = scoring.delta_perplexity(3.0 + 1e-13, 3.0)
-    assert delta == pytest.approx(math.exp(3) * ((3.0 + 1e-13) - 3.0), rel=1e-9)
+    delta = scoring.delta_perplexity(0.1 + 1e-13, 0.1)
+    assert delta == pytest.approx(math.exp(0.1) * ((0.1 + 1e-13) - 0.1), rel=1e-9)
 
 
 @pytest.mark.parametrize(("total", "tokens"), [(1.0, 0), (math.nan, 3)])

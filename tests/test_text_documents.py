@@ -50,6 +50,8 @@ def test_folder_in_order_of_names(tmp_path):
     assert [d.name for d in read_documents(str(tmp_path), limit=2)] == ["a.txt", "b.txt"]
     chosen = read_documents(str(tmp_path), names=["sub/c.txt", "a.txt"])
     assert [d.name for d in chosen] == ["sub/c.txt", "a.txt"]
+    chosen = read_documents(str(tmp_path), names=["sub/c.txt", "a.txt"], limit=1)
+    assert [d.name for d in chosen] == ["sub/c.txt"]
     with pytest.raises(UserError, match=r"no document named x.txt; there are 'a.txt'"):
         read_documents(str(tmp_path), names=["x.txt"])
 

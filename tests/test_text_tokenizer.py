@@ -51,6 +51,16 @@ def test_rendered_chats_equal_transformers(directory, theirs):
             assert ours.render_chat(messages, add_generation_prompt=prompted) == expected
 
 
+def test_whitespace_around_blocks_is_as_in_transformers(tmp_path):
+    import transformers
+
+    directory = write_tokenizer(tmp_path, template=STRICT_TEMPLATE)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(directory))
+    messages = [{"role": "user", "content": "one\n"}, {"role": "model", "content": "two"}]
+    expected = theirs.apply_chat_template(messages, tokenize=False)
+    assert load_tokenizer(directory).render_chat(messages) == expected
+
+
 def test_auto_follows_the_tokenizer_and_never_doubles_bos(tmp_path):
     adding = load_tokenizer(write_tokenizer(tmp_path / "adding"))
     silent = load_tokenizer(write_tokenizer(tmp_path / "silent", adds_bos=False))
@@ -95,6 +105,16 @@ def test_start_of_a_long_text_equals_that_of_all_of_it(directory):
     text = TEXT * 2000
     whole = tokenizer.encode(text)
     for count in (1, 7, 500, 4001, len(whole), len(whole) + 5):
+        np.testing.assert_array_equal(tokenizer.encode_start(text, count), whole[:count])
+
+
+def test_the_cut_behind_the_start_falls_into_no_wanted_word(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, vocab_size=600))
+    # Words of six characters behind one of nine: a cut after 6 n characters splits the n-th token.
+    text = " previous" + " right" * 3000
+    whole = tokenizer.encode(text)
+    assert len(whole) == 3001
+    for count in (2, 3, 50, 1000):
         np.testing.assert_array_equal(tokenizer.encode_start(text, count), whole[:count])
 
 

@@ -23,9 +23,9 @@ LLAMA_LIKE_TEMPLATE = (
 )
 # In the manner of Gemma's: no system role, turns must alternate.
 STRICT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
+    "{{ bos_token }}{% for message in messages %}\n  "
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate,\\nstarting with user') }}{% endif %}"
+    "{{ raise_exception('roles must alternate,\\nstarting with user') }}{% endif %}\n"
     "<|head|>{{ message['role'] }}\n{{ message['content'] }}<|turn|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|head|>model\n{% endif %}"
 )
