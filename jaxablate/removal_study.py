@@ -24,6 +24,9 @@ from jaxablate.removal_scores import (
 from jaxablate.removals import Removal, StrategySettings, WindowBatch
 from jaxablate.sweep import Model, Sweep, SweepOptions
 
+# (number of sets, plan of one batch of windows, floating-point operations to do)
+Announce = Callable[[int, Plan, float], None]
+
 COLUMNS: dict[str, type] = {
     "component": str,
     "k": int,
@@ -114,6 +117,7 @@ class SetSweep:
         device: str = "",
         shard: results.Shard | None = None,
         known: pd.DataFrame | None = None,
+        announce: Announce | None = None,
     ) -> pd.DataFrame | None:
         """Compute what is missing; None where other shards' parts are.
 
@@ -123,6 +127,7 @@ class SetSweep:
           flags_used, device: for run.json.
           shard: the share to compute.
           known: rows of some of the sets, which are not computed again.
+          announce: called with (sets, plan of a batch, operations to do) before it computes.
         """
         study = self.study
         settings = {"strategy": dataclasses.asdict(study.strategy), "exhaustive": study.exhaustive}
@@ -147,9 +152,13 @@ class SetSweep:
             label="pruning",
             unit="sets",
         ) as record:
-            cost = self.plan().block_evaluations
-            parts = [self._part(batch, cost) for batch in study.batches]
+            plan = self.plan()
+            parts = [self._part(batch, plan.block_evaluations) for batch in study.batches]
             record.plan(parts)
+            missing = len(record.missing())
+            if missing and announce is not None:
+                operations = removals.sweep_operations(study.config, plan, study.batches)
+                announce(len(self.sets), plan, operations * missing / len(parts))
             by_question = dict(zip((self._name(batch) for batch in study.batches), study.batches))
             for part in record.pending():
                 batch = by_question[part.document, part.inputs["windows"]]
@@ -223,7 +232,6 @@ def run_study(
     options: SweepOptions,
     *,
     max_teraflop: float | None = None,
-    announce: Callable[[int, Plan, float], None] | None = None,
     **run_options: Any,
 ) -> Outcome | None:
     """The whole experiment into `out`; None where other shards' parts are missing.
@@ -234,7 +242,6 @@ def run_study(
       model: returns the model.
       options: of the engine.
       max_teraflop: refuse an exhaustive sweep that needs more operations; None: any.
-      announce: called with (sets, plan of a batch, operations) before anything is computed.
       run_options: see `SetSweep.run`.
 
     Raises:
@@ -252,10 +259,7 @@ def run_study(
     chosen = removals.strategy_sets(study.strategy, layers, study.alphas, single_deltas)
     sets = removals.sweep_sets(layers, [one.layers for one in chosen], study.exhaustive_kmax)
     sweep = SetSweep(study, out, sets, _strategy_names(chosen))
-    plan = sweep.plan()
-    operations = removals.sweep_operations(study.config, plan, study.batches)
-    if announce is not None:
-        announce(len(sets), plan, operations)
+    operations = removals.sweep_operations(study.config, sweep.plan(), study.batches)
     if study.exhaustive and max_teraflop is not None and operations > max_teraflop * 1e12:
         count = pruning.count_sets(layers, study.strategy.kmax)
         tokens = sum(sum(batch.token_counts) for batch in study.batches)

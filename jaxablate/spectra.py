@@ -118,7 +118,7 @@ def rank_slope(sigma: Float[np.ndarray, " rank"], *, fraction: float = 0.5) -> A
     sigma = _nonzero(sigma)
     if not 0 < fraction <= 1:
         raise UserError(f"fraction of ranks is {fraction}; it must be above 0 and at most 1")
-    last = int(np.ceil(np.round(fraction * len(sigma), 9)))  # 0.29 * 100 is 28.999999999999996
+    last = int(np.ceil(np.round(fraction * len(sigma), 9)))  # 0.07 * 100 is 7.000000000000001
     if last < MIN_VALUES:
         raise UserError(
             f"a rank slope over {last} of {len(sigma)} singular values; at least {MIN_VALUES} "

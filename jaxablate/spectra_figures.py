@@ -180,7 +180,12 @@ def alpha_against_impact(
     axes.scatter(alphas, deltas, c=colours, s=36, edgecolors="black", linewidths=0.4, zorder=3)
     for layer, point in enumerate(zip(alphas, deltas)):
         axes.annotate(str(layer), point, xytext=(4, 3), textcoords="offset points", size=7)
-    axes.axhline(0, color="black", lw=0.6)
+    if min(deltas) > 0:
+        axes.set_yscale("log")
+    else:
+        axes.axhline(0, color="black", lw=0.6)
+        if max(deltas) > 0.3:  # one layer that matters most would flatten all others
+            axes.set_yscale("symlog", linthresh=0.01)
     axes.set(xlabel=xlabel, ylabel="Δ log PPL, layer removed alone", title=title)
     _class_legend(axes, classes, place="best")
     return figure
@@ -250,7 +255,7 @@ def _axis_range(lines: Sequence[ImpactLine]) -> tuple[float, float]:
     numbers = [v for line in lines for values in (line.deltas, line.low, line.high) for v in values]
     shown = [v for v in numbers if math.isfinite(v) and v > 0]
     points = [v for line in lines for v in line.deltas if math.isfinite(v) and v > 0]
-    low = max(min(shown, default=0.1), min(points, default=0.1) / 100)
+    low = max(min(shown, default=0.1), min(points, default=0.1) / 10)
     floor, ceiling = math.floor(math.log10(low)), math.ceil(math.log10(max(shown, default=10)))
     deltas = [v for line in lines for v in line.deltas]
     floor -= any(v <= 0 for v in deltas)
