@@ -335,6 +335,25 @@ def sweep_options(kind: str, **changes: Any):
     )
 
 
+class PartProgress:
+    """Moves a run's progress line within the part that is being computed.
+
+    Pass it to `sweep_options` as on_progress, and `start` each part before its sweep.
+    """
+
+    def __init__(self, run):
+        self._run = run
+        self._cost, self._done, self._items = 0.0, 0.0, 0
+
+    def start(self, part) -> None:
+        line = self._run.progress
+        self._cost, self._done, self._items = part.cost, line.done, line.done_items
+
+    def __call__(self, done: int, total: int) -> None:
+        share = done / max(total, 1)
+        self._run.progress.reach(self._done + share * self._cost, self._items)
+
+
 def resolved_flags() -> dict[str, Any]:
     """Every flag that an experiment or this module defined, for run.json."""
     modules = flags.FLAGS.flags_by_module_dict()

@@ -143,6 +143,8 @@ def _compute(run, parts, loaded, masks, names, batches, device_kind) -> None:
     if FLAGS.null == "mean" and run.missing():
         means = mean_head_outputs(model, [batch for _, batch in batches], FLAGS.dtype)
         mean = means.__getitem__
+    progress = command_line.PartProgress(run)
+    options = command_line.sweep_options(device_kind, on_progress=progress)
     engine, engine_index = None, None
     by_spec = {(part.batch, part.spec.configurations): part for part in parts}
     for spec in run.pending():
@@ -151,8 +153,9 @@ def _compute(run, parts, loaded, masks, names, batches, device_kind) -> None:
         if index != engine_index:
             engine = None  # frees the one before
             problem = Problem(batches[index][1], mean_output=mean)
-            engine = Sweep(model, problem, command_line.sweep_options(device_kind))
+            engine = Sweep(model, problem, options)
             engine_index = index
+        progress.start(spec)
         if members is None:
             found = [_row(BASELINE, None, engine.baseline_nll, index, loaded.config)]
         else:

@@ -160,8 +160,7 @@ def _cases(loaded) -> list:
 
         forms = PromptForms(context=FLAGS.context_form, question=FLAGS.question_form)
         return [
-            quality_case(d, tokenizer, read_answers(FLAGS.answers, d), forms)
-            for d in documents
+            quality_case(d, tokenizer, read_answers(FLAGS.answers, d), forms) for d in documents
         ]
     return [
         plain_case(
@@ -267,7 +266,8 @@ class DocumentSweep:
         self.document = case.document
         self._case, self._run = case, run
         self._base = self._count(FLAGS.baseline)
-        self._options = command_line.sweep_options(device_kind)
+        self._progress = command_line.PartProgress(run)
+        self._options = command_line.sweep_options(device_kind, on_progress=self._progress)
         heads = [(i, j) for i in range(config.num_layers) for j in range(config.num_kv_heads)]
         counts: dict = {head: [self._base] for head in heads}
         for point in points:
@@ -298,6 +298,7 @@ class DocumentSweep:
 
         if part.configurations == (BASELINE, FULL_CACHE):
             return self._reference_rows()
+        self._progress.start(part)
         points = [by_key[key] for key in part.configurations]
         counts = [self._count(point.ratio) for point in points]
         configurations = [
