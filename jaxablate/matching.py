@@ -2,7 +2,9 @@
 
 Both fits are least squares over n reference queries (arXiv 2602.16284), solved through float64 Gram
 matrices. E and X below have condition numbers up to about 3e5, whose squares float64 bears and
-float32 does not; a float32 QR of the same matrix takes eight times as long.
+float32 does not; a float32 QR of the same matrix takes eight times as long. The rows of X are
+those of E divided by sums that depend on β, so every size has a Gram matrix of its own; conjugate
+gradients with L as preconditioner take 12 to 16 iterations, dearer than that (bench/compaction.py).
 
 Keys are in falling order of score, so every size t keeps a prefix, and one Cholesky factor L of
 G = EᵀE serves the β of all of them: with y = L^-1 EᵀZ cut to its first t entries, the solution of
