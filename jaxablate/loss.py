@@ -20,6 +20,17 @@ def token_nll(
       x: residual stream after the last block.
       targets: token ids.
     """
+    top, mass, chosen = nll_parts(head, x, targets)
+    return top + jnp.log(mass) - chosen
+
+
+def nll_parts(
+    head: Unembedding, x: Float[Array, "M D"], targets: Int[Array, "M"]
+) -> tuple[Float[Array, "M"], Float[Array, "M"], Float[Array, "M"]]:
+    """What a NLL is made of, over the part of the vocabulary that `head` holds.
+
+    Returns: the largest logit, the sum of exp(logit - largest), and the target's logit.
+    """
     normed = head.norm(x)
     kernel, axis = head.kernel[...], head.vocab_axis
     vocab = kernel.shape[axis]
@@ -47,4 +58,4 @@ def token_nll(
         jnp.take(kernel, targets, axis=axis).astype(normed.dtype),
         preferred_element_type=jnp.float32,
     )
-    return carry[0] + jnp.log(carry[1]) - chosen
+    return carry[0], carry[1], chosen

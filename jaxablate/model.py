@@ -50,21 +50,28 @@ class Norm(nnx.Module):
         if self.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        y = y * _last(self.scale[...], y.shape)
+        y = y * _last(self.scale[...].astype(jnp.float32), y.shape)
         if self.bias is not None:
-            y = y + _last(self.bias[...], y.shape)
+            y = y + _last(self.bias[...].astype(jnp.float32), y.shape)
         return y.astype(x.dtype)
 
 
 class Projection(nnx.Module):
-    """A kernel and an optional bias; the owner contracts them by einsum."""
+    """A kernel and an optional bias; the owner contracts them by einsum.
+
+    Attributes:
+      sum_over: the mesh axis that the contracted dimension is split over, within `jax.shard_map`.
+    """
 
     def __init__(self, params: Params):
+        self.sum_over: str | None = None
         self.kernel = nnx.Param(params["kernel"])
         self.bias = nnx.Param(params["bias"]) if "bias" in params else None
 
     def __call__(self, equation: str, x: Array) -> Array:
         y = jnp.einsum(equation, x, self.kernel[...].astype(x.dtype))
+        if self.sum_over is not None:
+            y = jax.lax.psum(y, self.sum_over)
         if self.bias is not None:
             y = y + _last(self.bias[...].astype(y.dtype), y.shape)
         return y

@@ -67,19 +67,21 @@ def edited_step(
     edits: Edits,
     children: int,
     mlp: bool,
+    first_kv_head: Int[Array, ""] | None = None,
 ) -> Float[Array, "C B T D"]:
     """An edited block for C children of P parents, where P is 1 (shared) or C (one each).
 
     Args:
       attended: the parents' attention, or None where the edit removes it.
       mlp: False where the edit removes the MLP.
+      first_kv_head: where the heads are split over devices, the first one here.
     """
     x = jnp.broadcast_to(x, (children, *x.shape[1:])) if not block.parallel_residual else x
     projected = None
     if attended is not None:
         heads = attended.heads
         if edits.swap is not None:
-            heads = _swap_heads(attended, edits.swap_heads, edits.swap)
+            heads = _swap_heads(attended, edits.swap_heads, edits.swap, first_kv_head)
         if edits.gates is not None:
             heads = _gate_heads(heads, edits.gates, edits.null_output)
         projected = block.attn.project(heads)
@@ -88,11 +90,15 @@ def edited_step(
 
 
 def _swap_heads(
-    attended: Attended, swap_heads: Int[Array, "C M"] | None, swap: LayerPrefix
+    attended: Attended,
+    swap_heads: Int[Array, "C M"] | None,
+    swap: LayerPrefix,
+    first_kv_head: Int[Array, ""] | None,
 ) -> Float[Array, "C B T N H"]:
     """Recompute the query heads of the swapped KV heads alone; keep the parents' others."""
     parents, num_heads = attended.heads.shape[0], attended.heads.shape[3]
-    group = num_heads // attended.qkv.k.shape[3]
+    kv_heads_here = attended.qkv.k.shape[3]
+    group = num_heads // kv_heads_here
 
     def one_child(child: tuple[Array, Array, LayerPrefix]) -> Float[Array, "B T N H"]:
         index, kv_heads, prefixes = child
@@ -100,11 +106,16 @@ def _swap_heads(
         heads = parent.heads
         for m in range(kv_heads.shape[0]):
             prefix = LayerPrefix(*(jnp.expand_dims(a[m], 0) for a in prefixes))
-            qkv = _group_of(parent.qkv, kv_heads[m], group)
+            kv_head = kv_heads[m]
+            if first_kv_head is not None:
+                kv_head = jnp.clip(kv_head - first_kv_head, 0, kv_heads_here - 1)
+            qkv = _group_of(parent.qkv, kv_head, group)
             new = for_each(functools.partial(_attend_group, prefix=prefix), qkv)
-            heads = jax.lax.dynamic_update_slice_in_dim(
-                heads, new.astype(heads.dtype), kv_heads[m] * group, axis=2
-            )
+            new = new.astype(heads.dtype)
+            if first_kv_head is not None:  # another device's head: leave what is here
+                old = jax.lax.dynamic_slice_in_dim(heads, kv_head * group, group, axis=2)
+                new = jnp.where(kv_head + first_kv_head == kv_heads[m], new, old)
+            heads = jax.lax.dynamic_update_slice_in_dim(heads, new, kv_head * group, axis=2)
         return heads
 
     children = swap.keys.shape[0]
