@@ -31,8 +31,11 @@ FAMILIES: dict[str, ModuleType] = {
     **dict.fromkeys(llama.MODEL_TYPES, llama),
     **dict.fromkeys(neox.MODEL_TYPES, neox),
 }
-# Rows are copied in pieces: small against a tensor, and fitting the processor's cache.
-PIECE_BYTES = 2**22
+# What is read at once: small against a tensor, and fitting the processor's cache.
+PIECE_BYTES = 2**21
+# Rows transposed at once. numpy walks down the columns of such a block; 16 rows of two bytes are
+# half a cache line of each. Measured on [14336, 4096] in bfloat16: 0.3 s/GB, with 128 rows 1.0.
+TRANSPOSED_ROWS = 16
 
 
 def family_of(model_type: Any) -> ModuleType:
@@ -157,8 +160,7 @@ class Filler:
             piece = self._cast(name, tensors.rows(name, *rows), dtype)
             parts = bits(piece).reshape(stop - start, len(into), *into[0].shape[1:])
             for i, view in enumerate(into):
-                view[start:stop] = parts[:, i]
-            tensors.release(name, *rows)
+                _copy(view[start:stop], parts[:, i])
         return arrays
 
     def _cast(self, name: str, piece: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -174,6 +176,14 @@ class Filler:
         if change > self.largest_change:
             self.largest_change, self.changed = change, name
         return cast
+
+
+def _copy(into: np.ndarray, piece: np.ndarray) -> None:
+    if into.flags.c_contiguous:
+        into[...] = piece
+        return
+    for start in range(0, len(piece), TRANSPOSED_ROWS):
+        into[start : start + TRANSPOSED_ROWS] = piece[start : start + TRANSPOSED_ROWS]
 
 
 def bits(array: np.ndarray) -> np.ndarray:
@@ -207,8 +217,6 @@ def require_tied(plan: Plan) -> None:
         equal = equal and np.array_equal(
             bits(tensors.rows(table, *rows)), bits(tensors.rows(name, *rows))
         )
-        tensors.release(table, *rows)
-        tensors.release(name, *rows)
     if not equal:
         raise UserError(
             f"{plan.source.path} says tie_word_embeddings, but {name} differs from "

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from convert.config_json import one_line
+from convert.safetensors_files import FileReader
 from jaxablate.errors import UserError
 
 MAGIC = b"GGUF"
@@ -106,18 +107,24 @@ class GgufFile:
 
     def __init__(self, path: Path):
         self.path = path
-        try:
-            with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-            raise UserError(f"{path} cannot be read: {one_line(error)}") from error
         self.metadata: dict[str, Any] = {}
         self.entries: dict[str, Entry] = {}
-        self._read_header()
+        self._reader = FileReader()
+        try:
+            with (
+                path.open("rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+            ):
+                self._size = len(data)
+                self._read_header(data)
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            raise UserError(f"{path} cannot be read: {one_line(error)}") from error
 
-    def _read_header(self) -> None:
-        cursor = _Cursor(self._data, self.path)
-        if self._data[:4] != MAGIC:
+    def _read_header(self, data: mmap.mmap) -> None:
+        cursor = _Cursor(data, self.path)
+        if data[:4] != MAGIC:
             raise UserError(f"{self.path} is no GGUF file: it does not begin with 'GGUF'")
         cursor.offset = 4
         version = cursor.take("I")
@@ -170,9 +177,9 @@ class GgufFile:
                 f"{where} has rows of {columns}, no multiple of {storage.name}'s block of {block}"
             )
         row_bytes = columns // block * block_bytes
-        if start + math.prod(shape[:-1]) * row_bytes > len(self._data):
+        if start + math.prod(shape[:-1]) * row_bytes > self._size:
             raise UserError(
-                f"{where} runs past the file's {len(self._data):,} bytes: "
+                f"{where} runs past the file's {self._size:,} bytes: "
                 "the file is truncated or damaged"
             )
         return Entry(storage.name, shape, row_bytes, start)
@@ -193,15 +200,15 @@ class GgufFile:
         from gguf import GGMLQuantizationType, dequantize
 
         entry = self.entries[name]
-        count = math.prod(entry.shape[:-1])
-        data = np.frombuffer(
-            self._data, np.uint8, count=count * entry.row_bytes, offset=entry.start
-        )
-        if entry.kind in _PLAIN:
-            plain = data.view(np.uint16 if entry.dtype.itemsize == 2 else np.uint32)
-            return plain.reshape(entry.shape)[rows].view(entry.dtype)
-        picked = data.reshape(count, entry.row_bytes)[rows]
-        return dequantize(picked, GGMLQuantizationType[entry.kind])
+        # What lies between the outermost rows is read at once: rows are permuted within heads.
+        first, stop = int(rows.min()), int(rows.max()) + 1
+        is_vector = len(entry.shape) == 1
+        size = entry.dtype.itemsize if is_vector else entry.row_bytes
+        data = self._reader.read(self.path, entry.start + first * size, (stop - first) * size)
+        picked = data.reshape(stop - first, size)[rows - first]
+        if entry.kind not in _PLAIN:
+            return dequantize(picked, GGMLQuantizationType[entry.kind])
+        return picked.view(entry.dtype).reshape(len(rows), *entry.shape[1:])
 
 
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:

@@ -92,9 +92,6 @@ class GgufTensors:
             rows = half_split_rows(rows, self.config["head_dim"])
         return self.file.rows(self._names[name], rows)
 
-    def release(self, name: str, start: int, stop: int) -> None:
-        """Nothing to do: the file's pages are clean and few."""
-
     def _config(self) -> dict[str, Any]:
         """A config.json for the file."""
         prefix = f"{self.architecture}."

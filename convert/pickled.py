@@ -51,9 +51,6 @@ class PickledTensors:
             return rows.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
         return rows.numpy()
 
-    def release(self, name: str, start: int, stop: int) -> None:
-        """Nothing to do: the mapping's pages are clean."""
-
 
 def _load(path: Path) -> dict[str, Any]:
     try:
@@ -73,7 +70,9 @@ def _load(path: Path) -> dict[str, Any]:
             f"{path} is not read by torch.load(weights_only=True): {one_line(error, 200)}"
         ) from error
     if not isinstance(loaded, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor)
+        isinstance(name, str)
+        and isinstance(tensor, torch.Tensor)
+        and tensor.layout == torch.strided
         for name, tensor in loaded.items()
     ):
         raise UserError(f"{path} holds something else than tensors by name")

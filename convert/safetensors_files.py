@@ -1,4 +1,4 @@
-"""Safetensors files, read by memory map and written as a stream.
+"""Safetensors files, read some rows at a time and written as a stream.
 
 The format (github.com/huggingface/safetensors): 8 bytes little-endian length of a JSON header,
 the header {name: {dtype, shape, data_offsets}}, then the data. Every number in the header comes
@@ -7,9 +7,9 @@ from a stranger and is checked before it is used.
 
 import json
 import math
-import mmap
 import os
 import struct
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -44,7 +44,6 @@ DTYPES = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_PAGE = mmap.PAGESIZE
 
 
 class Entry(NamedTuple):
@@ -154,13 +153,18 @@ def _check_layout(path: Path, entries: Mapping[str, Entry], base: int, size: int
         )
 
 
-class MappedTensors:
-    """The tensors of some safetensors files, by memory map; nothing is read until asked for."""
+class SafetensorsFiles:
+    """The tensors of some safetensors files; nothing is read until asked for.
+
+    Rows are read into fresh memory rather than mapped: mapped pages cost as much to touch as the
+    whole conversion, count as this process's memory, and end the process (SIGBUS) when the file
+    is cut while it is read.
+    """
 
     def __init__(self, paths: Iterable[Path]):
         self.entries: dict[str, Entry] = {}
         self._file_of: dict[str, Path] = {}
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._reader = FileReader()
         for path in paths:
             for name, entry in read_header(path).items():
                 if name in self.entries:
@@ -172,29 +176,46 @@ class MappedTensors:
                 self._file_of[name] = path
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) along the first axis, a view of the file."""
+        """Rows [start, stop) along the first axis."""
         entry = self.entries[name]
         row_bytes = (entry.stop - entry.start) // max(1, entry.shape[0])
-        offset = entry.start + start * row_bytes
-        count = (stop - start) * math.prod(entry.shape[1:])
-        array = np.frombuffer(self._map(name), dtype=entry.dtype, count=count, offset=offset)
-        return array.reshape(stop - start, *entry.shape[1:])
+        data = self._reader.read(
+            self._file_of[name], entry.start + start * row_bytes, (stop - start) * row_bytes
+        )
+        return data.view(entry.dtype).reshape(stop - start, *entry.shape[1:])
 
-    def release(self, name: str, start: int, stop: int) -> None:
-        """Rows [start, stop) are no longer needed: give their pages back to the system."""
-        entry = self.entries[name]
-        row_bytes = (entry.stop - entry.start) // max(1, entry.shape[0])
-        first = (entry.start + start * row_bytes) // _PAGE * _PAGE
-        length = entry.start + stop * row_bytes - first
-        if length > 0:
-            self._map(name).madvise(mmap.MADV_DONTNEED, first, length)
 
-    def _map(self, name: str) -> mmap.mmap:
-        path = self._file_of[name]
-        if path not in self._maps:
-            with path.open("rb") as file:
-                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._maps[path]
+class FileReader:
+    """Reads pieces of files, which stay open until this object goes."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        weakref.finalize(self, _close_all, self._descriptors)
+
+    def read(self, path: Path, offset: int, size: int) -> np.ndarray:
+        """Bytes [offset, offset + size) as uint8.
+
+        Raises:
+          UserError: the file cannot be read, or has become shorter.
+        """
+        data = np.empty(size, np.uint8)
+        done = 0
+        try:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY)
+            while done < size:  # one call reads 2 GB at most
+                count = os.preadv(self._descriptors[path], [data[done:].data], offset + done)
+                if count == 0:
+                    raise UserError(f"{path} has become shorter while it was read")
+                done += count
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+        return data
+
+
+def _close_all(descriptors: dict[Path, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
 
 
 def shard_paths(directory: Path) -> list[Path]:

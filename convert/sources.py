@@ -15,7 +15,7 @@ from convert import tokenizer_files
 from convert.config_json import one_line, read_json_file
 from convert.gguf_source import GgufTensors
 from convert.pickled import PickledTensors, pickled_paths
-from convert.safetensors_files import INDEX_NAME, MappedTensors, check_index, shard_paths
+from convert.safetensors_files import INDEX_NAME, SafetensorsFiles, check_index, shard_paths
 from jaxablate.errors import UserError
 
 # name -> (package that ships the file, pattern of the file's name in it)
@@ -31,8 +31,6 @@ class Tensors(Protocol):
     def entries(self) -> Mapping[str, Any]: ...  # name -> an object with dtype and shape
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray: ...
-
-    def release(self, name: str, start: int, stop: int) -> None: ...
 
 
 class Source:
@@ -133,7 +131,7 @@ def _open_directory(path: Path, spec: str) -> Source:
     weights = shard_paths(path)
     tensors: Tensors
     if weights:
-        tensors = MappedTensors(weights)
+        tensors = SafetensorsFiles(weights)
         if (path / INDEX_NAME).exists():
             check_index(path / INDEX_NAME, tensors.entries)
     else:

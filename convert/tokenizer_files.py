@@ -20,12 +20,14 @@ NAMES = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
 )
+_ESSENTIAL = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def found_in(directory: Path) -> list[Path]:
     """The tokenizer's files in a directory; empty where the model comes without one."""
+    if not any((directory / name).is_file() for name in _ESSENTIAL):
+        return []
     return [directory / name for name in NAMES if (directory / name).is_file()]
 
 

@@ -9,6 +9,9 @@
 A checkpoint is finished or absent: it is written beside its place, verified, and renamed.
 """
 
+import contextlib
+import ctypes
+import gc
 import hashlib
 import json
 import math
@@ -40,7 +43,9 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-# Whole rows of at most this size are the unit of reading: restoring needs little beyond the array.
+# Reading a parameter needs twice its size unless it is stored in chunks; chunks cost four times
+# the processor time. So the few that are larger than the first number are cut into the second.
+UNCUT_BYTES = 2**28
 CHUNK_BYTES = 2**26
 
 ShardingRule = Sharding | Callable[[str, tuple[int, ...]], Sharding]
@@ -311,6 +316,17 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def trim_memory() -> None:
+    """Give freed memory back to the system.
+
+    Orbax leaves arrays in reference cycles, and glibc keeps what its threads' buffers needed:
+    together they would hold several groups of weights.
+    """
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def array_sha256(array: np.ndarray) -> str:
     """Of the array's bytes in C order."""
     return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
@@ -340,8 +356,8 @@ def numpy_target(shape: Iterable[int], dtype: np.dtype) -> np.ndarray:
     return np.broadcast_to(np.zeros((), dtype), tuple(shape))
 
 
-def orbax_context() -> Any:
-    """Every process reads and writes for itself: no barriers with other processes."""
+def orbax_context(chunked: bool = False) -> Any:
+    """Orbax's settings; every process reads and writes for itself, without barriers."""
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
@@ -350,7 +366,8 @@ def orbax_context() -> Any:
     saving = context.array.saving
     saving.use_replica_parallel = False  # this process alone
     saving.use_compression = False  # floating-point weights hardly compress
-    saving.storage_options.chunk_byte_size = CHUNK_BYTES
-    saving.storage_options.shard_axes = (0,)
+    if chunked:
+        saving.storage_options.chunk_byte_size = CHUNK_BYTES
+        saving.storage_options.shard_axes = (0,)
     saving.enable_write_sharding_file = False  # the target's sharding is always given
     return context

@@ -20,6 +20,7 @@ from jaxablate.checkpoint import (
     FORMAT_VERSION,
     METADATA_NAME,
     TOKENIZER_NAME,
+    UNCUT_BYTES,
     WEIGHTS_NAME,
     Checkpoint,
     Leaf,
@@ -29,6 +30,7 @@ from jaxablate.checkpoint import (
     groups_of,
     open_checkpoint,
     orbax_context,
+    trim_memory,
     verify_group,
     weights_digest,
 )
@@ -37,6 +39,8 @@ from jaxablate.errors import UserError
 
 # Larger groups (an embedding) are not held beside another group.
 LARGE_GROUP_BYTES = 2**29
+# Smaller ones are not worth the time of a garbage collection.
+SMALL_GROUP_BYTES = 2**24
 _ALIGNMENT = 64  # of arrays that JAX uses in place
 
 
@@ -144,10 +148,14 @@ class CheckpointWriter:
         directory = self.work / WEIGHTS_NAME / group_of(next(iter(arrays)))
         directory.parent.mkdir(exist_ok=True)
         tree = {path.replace("/", "."): _in_place(array) for path, array in arrays.items()}
+        size = sum(array.nbytes for array in arrays.values())
+        chunked = any(array.nbytes > UNCUT_BYTES for array in arrays.values())
         arrays.clear()
-        with orbax_context():
+        with orbax_context(chunked):
             ocp.save(directory, tree)
         del tree
+        if size > SMALL_GROUP_BYTES:
+            trim_memory()
         _sync_tree(directory)
         verify_group(directory, leaves)
         self.leaves |= leaves
