@@ -164,6 +164,9 @@ def run(main: Callable[[], None]) -> None:
         logging.set_verbosity(logging.ERROR)  # Orbax reports every read at INFO
         try:
             main()
+        except KeyboardInterrupt:
+            print("stopped before anything was computed", file=sys.stderr)
+            return 130
         except BrokenPipeError:  # the reader of our output went away, as with | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1

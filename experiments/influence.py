@@ -248,7 +248,10 @@ def _compute(run, loaded, cases, points, plan, device_kind: str) -> None:
             document_sweep = None  # frees the one before
             todo = {key for spec in run.missing() if spec.document == document
                     for key in spec.configurations}  # fmt: skip
-            wanted = [by_key[key] for key in todo if key in by_key]
+            # A head is fitted at all its ratios or at none: what is fitted beside it must not
+            # depend on where an earlier run stopped.
+            heads = {by_key[key].head for key in todo if key in by_key}
+            wanted = [point for point in points if point.head in heads]
             case = by_document[document]
             document_sweep = DocumentSweep(loaded, case, wanted, device_kind, run)
         run.write(part, document_sweep.rows(part, by_key))
