@@ -3,6 +3,8 @@
     python experiments/influence.py --flagfile=demo.flags
     python experiments/influence.py --model=DIR --text=FILE --heads=L0H0,L3H1 --ratios=0:0.5:0.05
     python experiments/influence.py --flagfile=llama.flags --shard=0/4 --out=out/llama-0
+    python experiments/influence.py --estimator=second_order --ratios=0:0.5:0.01
+    python experiments/influence.py --tolerance=0.002 --ratios=0:0.5:0.01
 
 Baseline: every KV head keeps the same share of the article's keys. One head at a time is re-fitted
 to another share and the loss of what follows the article is compared on the same tokens
@@ -19,51 +21,40 @@ import numpy as np
 import pandas as pd
 from absl import flags
 
-from experiments import command_line
+from experiments import article_cases, command_line
 from experiments.command_line import say
 from jaxablate import results
-from jaxablate.curves import BASELINE, FULL_CACHE, block_sums, influence_curves, point_key
+from jaxablate.curves import BASELINE, FULL_CACHE, influence_curves, point_key
 from jaxablate.errors import UserError
 
-BLOCK_TOKENS = 16
-
 command_line.define_model_flags(out="out/influence")
-flags.DEFINE_string(
-    "text",
-    "pydoc",
-    "pydoc (the language reference that ships with Python), a .txt file, a folder of them, a "
-    ".jsonl file, or a QuALITY file.",
-)
-flags.DEFINE_integer("documents", 1, "How many documents, from the first on.", lower_bound=1)
-flags.DEFINE_list("articles", None, "Documents by index instead, such as 0,3,7.")
-flags.DEFINE_string(
-    "answers",
-    None,
-    "Score these generated answers to QuALITY's questions (a file or folder that "
-    "experiments/answers.py or the published code wrote) instead of the text that follows.",
-)
-flags.DEFINE_string("context_form", "chat", "Prompt of the article, with --answers.")
-flags.DEFINE_string("question_form", "new_chat", "Prompt of a question, with --answers.")
-flags.DEFINE_string("bos", "auto", "BOS before plain text: auto (the tokenizer's), always, never.")
-flags.DEFINE_integer("article_tokens", 1024, "Plain text: tokens of the article.", lower_bound=2)
-flags.DEFINE_integer("scored_tokens", 256, "Plain text: tokens scored after it.", lower_bound=1)
-flags.DEFINE_integer("protect", 4, "Plain text: first tokens never compacted.", lower_bound=0)
+article_cases.define_flags()
 flags.DEFINE_string("heads", "all", "KV heads: all, or L0H0,L3H1, or L5 for all of layer 5.")
 flags.DEFINE_string(
     "ratios", "0,0.01,0.02,0.05,0.1,0.2,0.3,0.5", "Shares of keys kept: a list, or 0:0.5:0.01."
 )
-flags.DEFINE_float("baseline", 0.05, "Share of keys that every head keeps in the baseline.")
 flags.DEFINE_string("map_ratios", "", "Ratios that all heads of the model are computed at, too.")
-flags.DEFINE_string("method", "select", "select, select+beta, select+values, or match.")
-flags.DEFINE_string("selection", "rms", "Key order: rms, mean, max, random, first_last, omp.")
-flags.DEFINE_string("queries", "context", "Reference queries: context, repeat, or random.")
-flags.DEFINE_integer("max_queries", None, "Thin reference queries to this many.", lower_bound=1)
+flags.DEFINE_enum(
+    "estimator",
+    "exact",
+    ("exact", "first_order", "second_order"),
+    "exact: run the model for every point. first_order: all points from one backward pass a "
+    "document. second_order: with the loss's curvature from --draws more passes.",
+)
+flags.DEFINE_integer("draws", 32, "Backward passes of second_order.", lower_bound=1)
+flags.DEFINE_float(
+    "tolerance",
+    None,
+    "Exact points only where it takes them for all of a document's Δ log-perplexities to be "
+    "within this; the others are estimated by second_order and corrected.",
+)
 flags.DEFINE_integer("part_size", 64, "Configurations that are written at a time.", lower_bound=1)
 flags.DEFINE_string("title", None, "Title of the figures.")
 flags.DEFINE_enum("band", "interval", ("interval", "standard_error"), "Band of the curves.")
 FLAGS = flags.FLAGS
 
-COLUMNS = {"layer": int, "kv_head": int, "ratio": float, "keys_kept": int, "article_tokens": int}
+COLUMNS = {"layer": int, "kv_head": int, "ratio": float, "keys_kept": int, "article_tokens": int,
+           "bound": float}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +72,9 @@ class Point:
 def main() -> None:
     device = command_line.find_device()
     loaded = command_line.LoadedModel(FLAGS.model)
-    settings = _settings()
+    settings = article_cases.settings()
     points = _points(loaded.config)
-    cases = _cases(loaded)
+    cases = article_cases.read(loaded)
     with results.Run(
         FLAGS.out,
         experiment="influence",
@@ -106,20 +97,6 @@ def main() -> None:
             report(run.out, run.read())
 
 
-def _settings() -> dict:
-    """What changes numbers besides model, documents and configurations."""
-    names = ["answers" if FLAGS.answers else "article_tokens", "bos", "baseline", "method",
-             "selection", "queries", "max_queries", "seed", "dtype"]  # fmt: skip
-    if FLAGS.answers:
-        names += ["context_form", "question_form"]
-    else:
-        names += ["scored_tokens", "protect"]
-    settings = {name: FLAGS[name].value for name in names}
-    if FLAGS.answers:
-        settings["answers"] = "generated"  # their text is in each part's inputs
-    return settings | {"block_tokens": BLOCK_TOKENS}
-
-
 def _points(config) -> list[Point]:
     from jaxablate.edits import parse_heads
 
@@ -136,53 +113,12 @@ def _points(config) -> list[Point]:
     return [Point(*pair) for pair in sorted(pairs)]
 
 
-def _cases(loaded) -> list:
-    """One prompts.Case per document."""
-    from jaxablate.text import PromptForms, plain_case, quality_case, read_documents
-
-    indices = None
-    if FLAGS.articles:
-        try:
-            indices = [int(item) for item in FLAGS.articles]
-        except ValueError:
-            raise UserError(f"--articles is {FLAGS.articles}; write indices, as 0,3,7") from None
-    wanted = max(indices) + 1 if indices else FLAGS.documents
-    documents = read_documents(FLAGS.text, limit=wanted)
-    if len(documents) < wanted or (indices and min(indices) < 0):
-        raise UserError(
-            f"{FLAGS.text} has {len(documents)} documents, and {wanted} were asked for; "
-            "lower --documents or --articles"
-        )
-    documents = tuple(documents[i] for i in indices) if indices else documents
-    tokenizer = loaded.tokenizer()
-    if FLAGS.answers:
-        from jaxablate.reference_answers import read_answers
-
-        forms = PromptForms(context=FLAGS.context_form, question=FLAGS.question_form)
-        return [
-            quality_case(d, tokenizer, read_answers(FLAGS.answers, d), forms) for d in documents
-        ]
-    return [
-        plain_case(
-            document,
-            tokenizer,
-            article_tokens=FLAGS.article_tokens,
-            scored_tokens=FLAGS.scored_tokens,
-            protect=FLAGS.protect,
-            bos=FLAGS.bos,
-        )
-        for document in documents
-    ]
-
-
 def _plan(cases: Sequence, points: Sequence[Point], num_layers: int) -> dict[str, list]:
     """Parts of each document: its references first, then groups of points that share layers."""
-    groups = [
-        points[i : i + FLAGS.part_size] for i in range(0, len(points), FLAGS.part_size)
-    ]  # sorted by layer: points of a part share what lies below
+    groups = _groups(points)
     plan = {}
     for case in cases:
-        inputs = {"tokens": _case_digest(case)}
+        inputs = {"tokens": article_cases.digest(case)}
         parts = [
             results.PartSpec(
                 case.document, case.digest, (BASELINE, FULL_CACHE), 2 * num_layers, inputs
@@ -198,25 +134,18 @@ def _plan(cases: Sequence, points: Sequence[Point], num_layers: int) -> dict[str
     return plan
 
 
-def _case_digest(case) -> str:
-    """Digest of every token id of a case: the tokenizer and the answers are in it."""
-    import hashlib
-
-    digest = hashlib.sha256(repr(case.article_range).encode())
-    arrays = [case.context_ids, case.reference_ids]
-    for continuation in case.continuations:
-        arrays += [continuation.prompt_ids, continuation.answer_ids]
-    for array in arrays:
-        digest.update(np.asarray(array, "<i4").tobytes() + b"|")
-    return digest.hexdigest()
-
-
 def _announce(loaded, cases: Sequence, points: Sequence[Point], run: results.Run) -> None:
     """The plan in numbers, and how long it should take on this machine now."""
     from jaxablate import estimate
     from jaxablate.edits import keep_keys
     from jaxablate.plan import plan_sweep
 
+    if _estimator() != "exact":
+        kind = "points" if FLAGS.tolerance is None else f"curves within {FLAGS.tolerance:g}"
+        passes = 1 + (FLAGS.draws if _estimator() == "second_order" else 0)
+        say(f"plan        {len(points)} {kind} x {len(cases)} documents by {_estimator()}: "
+            f"{passes} backward passes a document")  # fmt: skip
+        return
     config = loaded.config
     unique = [keep_keys({point.head: 1 + i}) for i, point in enumerate(points)]
     plan = plan_sweep(unique, config.num_layers, 10**9)
@@ -270,18 +199,13 @@ class DocumentSweep:
         self._case, self._run = case, run
         self._base = self._count(FLAGS.baseline)
         self._progress = command_line.PartProgress(run)
-        self._options = command_line.sweep_options(device_kind, on_progress=self._progress)
+        follow = None if FLAGS.tolerance else self._progress  # rounds of unknown number
+        self._options = command_line.sweep_options(device_kind, on_progress=follow)
         heads = [(i, j) for i in range(config.num_layers) for j in range(config.num_kv_heads)]
         counts: dict = {head: [self._base] for head in heads}
         for point in points:
             counts[point.head].append(self._count(point.ratio))
-        settings = influence.CompactionSettings(
-            method=FLAGS.method,
-            selection=FLAGS.selection,
-            reference_queries=FLAGS.queries,
-            max_queries=FLAGS.max_queries,
-            seed=FLAGS.seed,
-        )
+        settings = article_cases.compaction_settings()
         self._model = loaded.model()
         layers = config.num_layers
         with Progress(layers, layers, label=f"compacting {case.document}", unit="layers") as bar:
@@ -290,6 +214,28 @@ class DocumentSweep:
             )
         self._problem = influence.influence_problem(self._context, case, self._base)
         self._sweep = Sweep(self._model, self._problem, self._options)
+        self._estimates: dict[str, tuple[np.ndarray, float]] = {}
+        if _estimator() != "exact":
+            self._estimate(points)
+
+    def _estimate(self, points: Sequence[Point]) -> None:
+        """All points of the document at once: a backward pass serves any number."""
+        from jaxablate.estimates import estimate
+
+        found = estimate(
+            self._sweep,
+            [self._configuration(point) for point in points],
+            _estimator(),
+            draws=FLAGS.draws,
+            seed=FLAGS.seed,
+        )
+        keys = [point.key for point in points]
+        self._estimates = dict(zip(keys, zip(found.changes, found.errors)))
+
+    def _configuration(self, point: Point):
+        from jaxablate.influence import head_configuration
+
+        return head_configuration(point.head, self._count(point.ratio), self._base)
 
     def _count(self, ratio: float) -> int:
         from jaxablate.compaction import num_kept
@@ -297,28 +243,71 @@ class DocumentSweep:
         return num_kept(ratio, self._case.article_tokens)
 
     def rows(self, part, by_key: dict[str, Point]) -> list[dict]:
-        from jaxablate import influence
-
         if part.configurations == (BASELINE, FULL_CACHE):
             return self._reference_rows()
         self._progress.start(part)
         points = [by_key[key] for key in part.configurations]
-        counts = [self._count(point.ratio) for point in points]
-        configurations = [
-            influence.head_configuration(point.head, count, self._base)
-            for point, count in zip(points, counts)
-        ]
+        if FLAGS.tolerance is not None:
+            return self._refined_rows(points)
+        if _estimator() != "exact":
+            return self._estimated_rows(points)
+        configurations = [self._configuration(point) for point in points]
         found = []
-        for point, count, nll in zip(points, counts, self._sweep.run(configurations)):
-            about = {
-                "configuration": point.key,
-                "layer": point.head[0],
-                "kv_head": point.head[1],
-                "ratio": point.ratio,
-                "keys_kept": count,
-            }
-            found += self._question_rows(nll, about)
+        for point, nll in zip(points, self._sweep.run(configurations)):
+            found += self._question_rows(nll, self._about(point))
         return found
+
+    def _about(self, point: Point, estimator: str = "exact", bound: float | None = 0.0) -> dict:
+        layer, head = point.head
+        return {
+            "configuration": point.key,
+            "layer": layer,
+            "kv_head": head,
+            "ratio": point.ratio,
+            "keys_kept": self._count(point.ratio),
+            "estimator": estimator,
+            "bound": bound,
+        }
+
+    def _estimated_rows(self, points: Sequence[Point]) -> list[dict]:
+        found = []
+        for point in points:
+            if self._count(point.ratio) == self._base:
+                found += self._question_rows(self._sweep.baseline_nll, self._about(point))
+                continue
+            changes, _ = self._estimates[point.key]
+            found += self._changed_rows(changes, self._about(point, _estimator(), None))
+        return found
+
+    def _refined_rows(self, points: Sequence[Point]) -> list[dict]:
+        from jaxablate.estimates import Estimates, refine_curves
+
+        changes, errors = zip(*(self._estimates[point.key] for point in points))
+        heads = sorted({point.head for point in points})
+        refined = refine_curves(
+            self._sweep,
+            [self._configuration(point) for point in points],
+            np.asarray([heads.index(point.head) for point in points]),
+            np.asarray([self._count(point.ratio) for point in points]),
+            Estimates(np.stack(changes), np.asarray(errors)),
+            FLAGS.tolerance,
+        )
+        found = []
+        for i, point in enumerate(points):
+            about = self._about(point, refined.estimators[i], float(refined.bounds[i]))
+            if i in refined.nll:
+                found += self._question_rows(refined.nll[i], about)
+            else:
+                found += self._changed_rows(refined.changes[i], about)
+        return found
+
+    def _changed_rows(self, changes: np.ndarray, about: dict) -> list[dict]:
+        """One row per question from the change of its NLL sum; there are no sums of blocks."""
+        rows = self._question_rows(self._sweep.baseline_nll, about)
+        for row, change in zip(rows, changes):
+            row["nll_sum"] += float(change)
+            row["block_nll"] = []
+        return rows
 
     def _reference_rows(self) -> list[dict]:
         from jaxablate.sweep import Sweep
@@ -328,29 +317,11 @@ class DocumentSweep:
         base = {"configuration": BASELINE, "ratio": FLAGS.baseline, "keys_kept": self._base}
         tokens = self._case.article_tokens
         everything = {"configuration": FULL_CACHE, "ratio": 1.0, "keys_kept": tokens}
+        base["bound"] = everything["bound"] = 0.0
         return [
-            *self._question_rows(self._sweep.baseline_nll, base),
-            *self._question_rows(full_nll, everything),
+            *article_cases.question_rows(self._case, self._sweep.baseline_nll, base),
+            *article_cases.question_rows(self._case, full_nll, everything),
         ]
-
-    def _question_rows(self, nll: np.ndarray, about: dict) -> list[dict]:
-        """One row per question from the NLL of all scored tokens."""
-        found, start = [], 0
-        for continuation in self._case.continuations:
-            part = nll[start : start + len(continuation.answer_ids)]
-            start += len(part)
-            blocks = block_sums(part, BLOCK_TOKENS)
-            found.append(
-                about
-                | {
-                    "question": continuation.question_id,
-                    "article_tokens": self._case.article_tokens,
-                    "scored_tokens": len(part),
-                    "nll_sum": sum(blocks),
-                    "block_nll": blocks,
-                }
-            )
-        return found
 
 
 def report(out: Path, rows: pd.DataFrame) -> None:
@@ -367,6 +338,9 @@ def report(out: Path, rows: pd.DataFrame) -> None:
         f"{FLAGS.baseline:g}; full cache {full:.4f} (perplexity {np.exp(full):.3f})"
     )
     say(_table(curves))
+    if (curves.estimator != "exact").any():
+        kinds = curves.estimator.value_counts()
+        say("points      " + ", ".join(f"{kinds[kind]} {kind}" for kind in kinds.index))
     model = Path(FLAGS.model).name
     title = FLAGS.title or f"Head Influence Curves ({model}; {Path(FLAGS.text).name})"
     unit = f"{documents} documents" if documents > 1 else "1 document, blocks of tokens"
@@ -417,7 +391,10 @@ def _maps(curves: pd.DataFrame, rows: pd.DataFrame) -> list[tuple[str, np.ndarra
 
 
 def _table(curves: pd.DataFrame, most: int = 48) -> str:
-    shown = curves[["layer", "kv_head", "ratio", "keys_kept", "delta_log_ppl", "low", "high"]]
+    columns = ["layer", "kv_head", "ratio", "keys_kept", "delta_log_ppl", "low", "high"]
+    if (curves.estimator != "exact").any():
+        columns += ["estimator", "bound"]
+    shown = curves[columns]
     note = ""
     if len(shown) > most:
         largest = shown.delta_log_ppl.abs().sort_values(ascending=False).index[:most]
