@@ -15,7 +15,6 @@ Then, for example: python experiments/alpha_profile.py --model=out/tiny/hf/step0
 """
 
 import dataclasses
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -27,16 +26,16 @@ import numpy as np
 from absl import flags
 
 from convert import export_hf
-from jaxablate import byte_pairs, durable, interrupt, ngrams, spectra_figures, text, training
+from jaxablate import durable, interrupt, ngrams, spectra_figures, training
 from jaxablate.checkpoint import is_checkpoint
 from jaxablate.checkpoint_writer import save_checkpoint
 from jaxablate.config import TransformerConfig
+from jaxablate.corpus import Corpus, prepare_corpus
 from jaxablate.errors import UserError
 from jaxablate.lock import DirectoryLock
 from jaxablate.progress import Progress
 from jaxablate.training_state import load_state, save_state
 
-HOLD_OUT_EVERY, HOLD_OUT_FIRST = 10, 4
 STATE_EVERY = 50  # steps between two states to go on from
 
 
@@ -87,18 +86,6 @@ class Settings:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Corpus:
-    """Token streams of training and held-out documents, each document after an end-of-text."""
-
-    train: np.ndarray
-    heldout: np.ndarray
-    heldout_names: tuple[str, ...]
-    heldout_text: str
-    tokenizer_dir: Path
-    digest: str
-
-
 @dataclasses.dataclass(frozen=True)
 class Trained:
     """What a finished run returns."""
@@ -108,41 +95,6 @@ class Trained:
     unigram_entropy: float
     bigram_nll: float
     losses: np.ndarray
-
-
-def prepare_corpus(settings: Settings, tokenizer_dir: Path) -> Corpus:
-    """Split the documents, make the tokenizer on the training ones, encode both.
-
-    Raises:
-      UserError: too few documents to hold any out.
-    """
-    documents = text.read_documents(settings.text)
-    heldout = documents[HOLD_OUT_FIRST::HOLD_OUT_EVERY]
-    if not heldout:
-        raise UserError(
-            f"{settings.text} has {len(documents)} documents; at least {HOLD_OUT_FIRST + 1} are "
-            "needed, since some are held out"
-        )
-    names = {document.name for document in heldout}
-    train = [document for document in documents if document.name not in names]
-    max_length = settings.model_config().max_positions
-    byte_pairs.train_tokenizer(
-        (document.text for document in train), settings.vocab_size, tokenizer_dir, max_length
-    )
-    tokenizer = text.load_tokenizer(tokenizer_dir)
-
-    def stream(chosen: Any) -> np.ndarray:
-        pieces = [[tokenizer.bos_id, *tokenizer.encode(one.text)] for one in chosen]
-        return np.concatenate([np.asarray(piece, np.int32) for piece in pieces])
-
-    return Corpus(
-        train=stream(train),
-        heldout=stream(heldout),
-        heldout_names=tuple(document.name for document in heldout),
-        heldout_text="\n\n".join(document.text.strip() for document in heldout) + "\n",
-        tokenizer_dir=tokenizer_dir,
-        digest=hashlib.sha256("".join(d.digest for d in documents).encode()).hexdigest(),
-    )
 
 
 def run(out: Path, settings: Settings, *, stop_after: int | None = None) -> Trained | None:
@@ -157,16 +109,18 @@ def run(out: Path, settings: Settings, *, stop_after: int | None = None) -> Trai
       UserError: `out` holds a run with other settings, or the settings fit no model or text.
     """
     config = settings.model_config()
-    if settings.steps < 1 or not 0 <= settings.warmup <= settings.steps:
+    if not 0 <= settings.warmup < settings.steps:
         raise UserError(
-            f"{settings.steps} steps with {settings.warmup} of warm-up; at least 1 step is "
-            "needed, and no more warm-up than steps"
+            f"{settings.steps} steps with {settings.warmup} of warm-up; the warm-up must "
+            "be shorter than the training"
         )
     out = durable.prepare_directory(out)
     lock = DirectoryLock(out)
     lock.acquire()
     try:
-        corpus = prepare_corpus(settings, out / "tokenizer")
+        corpus = prepare_corpus(
+            settings.text, settings.vocab_size, out / "tokenizer", config.max_positions
+        )
         _claim(out, settings, corpus)
         with interrupt.guard("finishing this step and writing the state first"):
             found = _train(out, settings, config, corpus, stop_after)

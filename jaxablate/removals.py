@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from jaxtyping import Float
 
 from jaxablate import edits, pruning
 from jaxablate.config import TransformerConfig
@@ -244,7 +245,7 @@ def _slice(document: Document, whole: Batch, first: int, count: int) -> WindowBa
     return WindowBatch(document, first, batch, counts)
 
 
-def window_sums(nll: np.ndarray, token_counts: Sequence[int]) -> list[float]:
+def window_sums(nll: Float[np.ndarray, " scored"], token_counts: Sequence[int]) -> list[float]:
     """NLL of consecutive windows, summed in float64, from the NLL of all scored tokens."""
     bounds = np.concatenate([[0], np.cumsum(token_counts)])
     values = nll.astype(np.float64)

@@ -65,7 +65,7 @@ def test_a_state_cut_short_by_a_kill_is_not_used(trained, tmp_path):
 
 
 def test_another_seed_gives_other_weights(trained, tmp_path):
-    other = train_tiny.run(tmp_path, train_tiny.dataclasses.replace(SETTINGS, seed=1, steps=2))
+    other = train_tiny.run(tmp_path, train_tiny.dataclasses.replace(SETTINGS, seed=1, steps=3))
     assert other.losses[0] != trained[1].losses[0]
 
 
@@ -96,6 +96,8 @@ def test_settings_of_another_run_are_refused(trained):
         train_tiny.run(out, train_tiny.dataclasses.replace(SETTINGS, learning_rate=0.1))
     with pytest.raises(UserError, match="head size must be a multiple of 8"):
         train_tiny.run(out, train_tiny.dataclasses.replace(SETTINGS, heads=3))
+    with pytest.raises(UserError, match="2 steps with 2 of warm-up"):
+        train_tiny.run(out, train_tiny.dataclasses.replace(SETTINGS, steps=2))
     with pytest.raises(UserError, match="0 steps"):
         train_tiny.run(out, train_tiny.dataclasses.replace(SETTINGS, steps=0))
 
