@@ -69,6 +69,8 @@ def main() -> None:
     device = command_line.find_device()
     loaded = command_line.LoadedModel(FLAGS.model)
     sweep = command_line.sweep_options(device.kind)
+    if FLAGS.distributed:
+        raise UserError("--distributed is not for answers; use --shard=i/n, or --mesh on one host")
     row_bytes = 8 * loaded.config.num_layers * loaded.config.num_kv_heads * loaded.config.head_dim
     room = sweep.memory_budget // row_bytes  # keys and values of a token, in float32
     options = dataclasses.replace(options, batch_tokens=max(1, min(room, sweep.chunk_tokens)))

@@ -48,6 +48,7 @@ def define_model_flags(out: str, model: str = "smollm2-135m-instruct") -> None:
         "4GiB",
         "Memory for states besides the weights, such as 1GiB or 512MiB; less only takes longer.",
     )
+    flags.register_validator("memory_budget", _is_size)
     flags.DEFINE_integer(
         "chunk_tokens",
         None,
@@ -62,6 +63,21 @@ def define_model_flags(out: str, model: str = "smollm2-135m-instruct") -> None:
         "Compute share i of n only, such as 0/4; auto reads the array job's environment. "
         "Join shares with experiments/merge.py.",
     )
+    flags.DEFINE_string(
+        "mesh",
+        None,
+        "Devices to use, such as config:4,model:2: configurations side by side on 4, each with its "
+        "heads and MLP split over 2 (default: the first device; several hosts: all).",
+    )
+    flags.DEFINE_bool(
+        "distributed",
+        False,
+        "Run as one program on several hosts: start the same command on each. Found out under "
+        "SLURM, Open MPI and Kubernetes; else give the three flags below.",
+    )
+    flags.DEFINE_string("coordinator", None, "--distributed: HOST:PORT of process 0.")
+    flags.DEFINE_integer("num_processes", None, "--distributed: how many.", lower_bound=1)
+    flags.DEFINE_integer("process_id", None, "--distributed: this one's number.", lower_bound=0)
     flags.DEFINE_bool("require_gpu", False, "Stop where JAX has no GPU instead of using the CPU.")
 
 
@@ -174,7 +190,14 @@ def run(main: Callable[[], None]) -> None:
             return fail(str(error))
         return 0
 
-    app.run(guarded)
+    app.run(guarded, flags_parser=_parse_flags)
+
+
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(fail(f"{error}; --help shows every flag"))
 
 
 def fail(message: str) -> int:
@@ -228,6 +251,14 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def _is_size(text: str) -> bool:
+    try:
+        parse_bytes(text)
+    except UserError as error:
+        raise flags.ValidationError(str(error)) from None
+    return True
+
+
 def parse_ratios(text: str, name: str) -> list[float]:
     """Read "0,0.05,0.1" or "0:0.5:0.01" (first:last:step, both ends in); rising, each once.
 
@@ -269,6 +300,11 @@ def find_device() -> Device:
     """
     import jax
 
+    if flags.FLAGS.distributed:
+        from jaxablate import hosts
+
+        hosts.start(flags.FLAGS.coordinator, flags.FLAGS.num_processes, flags.FLAGS.process_id)
+        _silence_all_but_process_0()
     devices = jax.devices()
     kind = devices[0].platform
     description = f"{len(devices)} x {devices[0].device_kind} ({kind})"
@@ -276,6 +312,8 @@ def find_device() -> Device:
         description = f"CPU, {os.cpu_count()} cores ({platform.machine()})"
         if len(devices) > 1:
             description += f", {len(devices)} JAX devices"
+    if jax.process_count() > 1:
+        description += f", {jax.process_count()} processes"
     if flags.FLAGS.require_gpu and kind not in ("gpu", "cuda", "rocm"):
         raise UserError(
             f"--require_gpu, but JAX runs on {description}; install jaxablate[cuda] and check "
@@ -290,9 +328,11 @@ class LoadedModel:
 
     def __init__(self, source: str):
         import convert
+        from jaxablate import hosts
 
-        self.checkpoint = convert.resolve(source)
+        self.checkpoint = hosts.leader_first(lambda: convert.resolve(source))
         self.config = self.checkpoint.config
+        self.mesh = _mesh(self.config)
         self.name = source
         self._model: Any = None
         say(
@@ -317,12 +357,28 @@ class LoadedModel:
     def model(self):
         """The weights as --dtype and --weights say; loaded once."""
         if self._model is None:
+            from jaxablate.mesh import param_sharding
+
             dtype = flags.FLAGS.dtype
+            sharding = param_sharding(self.mesh) if self.mesh else None
             if flags.FLAGS.weights == "stream":
-                self._model = self.checkpoint.stream(dtype)
+                self._model = self.checkpoint.stream(dtype, sharding)
             else:
-                self._model = self.checkpoint.restore(dtype)
+                self._model = self.checkpoint.restore(dtype, sharding, progress=not _silent)
         return self._model
+
+
+def _mesh(config):
+    """The devices of --mesh; without it all of several hosts, and None (the first) of one."""
+    import jax
+
+    from jaxablate.mesh import MeshShape, make_mesh, parse_mesh
+
+    if flags.FLAGS.mesh is not None:
+        return make_mesh(parse_mesh(flags.FLAGS.mesh), config)
+    if jax.process_count() > 1:
+        return make_mesh(MeshShape(config=jax.device_count()), config)
+    return None
 
 
 def sweep_options(kind: str, **changes: Any):
@@ -365,5 +421,17 @@ def resolved_flags() -> dict[str, Any]:
     return json.loads(json.dumps(found, default=str))
 
 
+_silent = False
+
+
+def _silence_all_but_process_0() -> None:
+    from jaxablate import hosts
+
+    global _silent
+    _silent = not hosts.is_leader()
+
+
 def say(line: str) -> None:
-    print(line, flush=True)
+    """Print a line of the report; of several processes, the first one only."""
+    if not _silent:
+        print(line, flush=True)

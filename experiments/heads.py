@@ -20,7 +20,7 @@ from absl import flags
 
 from experiments import command_line
 from experiments.command_line import say
-from jaxablate import results
+from jaxablate import hosts, results
 from jaxablate.errors import UserError
 
 BASELINE = "baseline"
@@ -44,7 +44,7 @@ def main() -> None:
     names = _names(loaded.config, masks)
     batches = command_line.text_batches(loaded)
     settings = command_line.text_settings() | {"null": FLAGS.null, "dtype": FLAGS.dtype}
-    with results.Run(
+    with hosts.open_run(
         FLAGS.out,
         experiment="heads",
         settings=settings | {"block_tokens": BLOCK_TOKENS, "masks": _digest(masks)},
@@ -144,7 +144,7 @@ def _compute(run, parts, loaded, masks, names, batches, device_kind) -> None:
         means = mean_head_outputs(model, [batch for _, batch in batches], FLAGS.dtype)
         mean = means.__getitem__
     progress = command_line.PartProgress(run)
-    options = command_line.sweep_options(device_kind, on_progress=progress)
+    options = command_line.sweep_options(device_kind, on_progress=progress, mesh=loaded.mesh)
     engine, engine_index = None, None
     by_spec = {(part.batch, part.spec.configurations): part for part in parts}
     for spec in run.pending():

@@ -159,11 +159,13 @@ class Checkpoint:
             params |= self.load_group(group, dtype, sharding)
         return Transformer.from_params(self.config, nested(params))
 
-    def stream(self, dtype: Any = None) -> "StreamedTransformer":
+    def stream(
+        self, dtype: Any = None, sharding: ShardingRule | None = None
+    ) -> "StreamedTransformer":
         """A model with the interface of `restore`'s that holds two blocks in memory at most."""
         from jaxablate.streaming import StreamedTransformer
 
-        return StreamedTransformer(self, dtype)
+        return StreamedTransformer(self, dtype, sharding)
 
     def verify(self) -> None:
         """Read every weight again and compare it with its sha256.

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxablate.model import Block, RopeTables
+from jaxablate.placement import to_host
 from jaxablate.rope import rope_tables
 from jaxablate.windows import Batch
 
@@ -20,17 +21,19 @@ def mean_head_outputs(model, batches: Sequence[Batch], dtype=None) -> Float[np.n
     """
     config = model.config
     sums = np.zeros((config.num_layers, config.num_heads, config.head_dim))
-    count = 0
+    streams, about, count = [], [], 0
     for batch in batches:
         inside = np.arange(batch.inputs.shape[1])[None, :] < batch.lengths[:, None]
-        weights = jnp.asarray(inside.astype(np.float32))
         count += int(inside.sum())
         rope = rope_tables(config, jnp.asarray(batch.positions))
+        about.append((rope, jnp.asarray(inside.astype(np.float32))))
         x = jnp.expand_dims(model.embed_tokens(jnp.asarray(batch.inputs)), 0)
-        x = x.astype(dtype or x.dtype)
-        for layer in range(config.num_layers):
-            x, total = _summing_step(model.block(layer), x, rope, weights)
-            sums[layer] += np.asarray(total, np.float64)
+        streams.append(x.astype(dtype or x.dtype))
+    for layer in range(config.num_layers):  # outside: a streamed model reads each block once
+        block = model.block(layer)
+        for i, (rope, weights) in enumerate(about):
+            streams[i], total = _summing_step(block, streams[i], rope, weights)
+            sums[layer] += to_host(total).astype(np.float64)
     return (sums / count).astype(np.float32)
 
 

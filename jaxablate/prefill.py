@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxablate.errors import NonFiniteError
 from jaxablate.model import QKV, Block, RopeTables
+from jaxablate.placement import to_host
 from jaxablate.rope import rope_tables
 
 _LENGTH_STEP = 256  # contexts are padded to a multiple of this: fewer shapes to compile
@@ -32,6 +34,9 @@ def prefill(model, tokens: Int[np.ndarray, "T"], dtype=None) -> Iterator[LayerCa
       model: as `sweep.Model`.
       tokens: the context; positions are 0 to T-1.
       dtype: of the activations; None takes the embedding's.
+
+    Raises:
+      NonFiniteError: queries, keys or values that are not finite, with the layer.
     """
     length = len(tokens)
     padded = -(-length // _LENGTH_STEP) * _LENGTH_STEP
@@ -42,7 +47,7 @@ def prefill(model, tokens: Int[np.ndarray, "T"], dtype=None) -> Iterator[LayerCa
     x = x.astype(dtype or x.dtype)
     for layer in range(model.config.num_layers):
         x, qkv = _prefill_step(model.block(layer), x, rope)
-        yield LayerCache(*(np.asarray(array[0, 0, :length]) for array in qkv))
+        yield LayerCache(*(to_host(array[0, 0, :length]) for array in qkv))
 
 
 @jax.jit

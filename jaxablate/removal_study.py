@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from jaxablate import pruning, removals, results, spectra
+from jaxablate import hosts, pruning, removals, results, spectra
 from jaxablate.config import TransformerConfig
 from jaxablate.errors import UserError
 from jaxablate.plan import Plan, plan_sweep
@@ -131,7 +131,7 @@ class SetSweep:
         """
         study = self.study
         settings = {"strategy": dataclasses.asdict(study.strategy), "exhaustive": study.exhaustive}
-        with results.Run(
+        with hosts.open_run(
             self.out,
             experiment="pruning",
             settings=settings | {"alphas": list(study.alphas)},

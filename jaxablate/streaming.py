@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxablate.checkpoint import Checkpoint, nested
+from jaxablate.checkpoint import Checkpoint, ShardingRule, nested
 from jaxablate.errors import UserError
 from jaxablate.model import Block, Norm, Unembedding
 from jaxablate.rope import rope_tables
@@ -17,17 +17,21 @@ from jaxablate.rope import rope_tables
 class StreamedTransformer:
     """Same interface as `Transformer`; one block in use and the next one being read.
 
-    Embedding and unembedding stay in memory in the stored dtype; blocks are cast to `dtype` while
-    they are read. Not a pytree: pass what it gives (`block(l)`, `head`) to jitted functions.
+    After the last block the next pass is expected to start where the last one did. Embedding and
+    unembedding stay in memory in the stored dtype; blocks are cast to `dtype` while they are read.
+    Not a pytree: pass what it gives (`block(l)`, `head`) to jitted functions.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: Any = None):
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: Any = None, sharding: ShardingRule | None = None
+    ):
         self.config = checkpoint.config
         self._checkpoint = checkpoint
         self._dtype = checkpoint.dtype if dtype is None else np.dtype(dtype)
+        self._sharding = sharding
         stored = checkpoint.leaves["embed/embedding"].dtype
-        self._embedding = checkpoint.load_group("embed", stored)["embed/embedding"]
-        final = checkpoint.load_group("final", stored)
+        self._embedding = checkpoint.load_group("embed", stored, sharding)["embed/embedding"]
+        final = checkpoint.load_group("final", stored, sharding)
         kernel = final.pop("unembed/kernel", None)
         norm = nested(final)["final_norm"]
         self.final_norm = Norm(self.config.norm, self.config.norm_eps, norm)
@@ -35,13 +39,17 @@ class StreamedTransformer:
         self._reader = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="next-block")
         self._current: tuple[int, Block] | None = None
         self._next: tuple[int, concurrent.futures.Future[Block]] | None = None
+        self._last, self._first = -1, 0  # layer asked for last; where this pass started
 
     def block(self, layer: int) -> Block:
-        """Block `layer`, from memory if it is there; starts reading the one above it."""
+        """Block `layer`, from memory if it is there; starts reading the one that comes next."""
         if not 0 <= layer < self.config.num_layers:
             raise UserError(f"layer is {layer}; layers are 0 to {self.config.num_layers - 1}")
         if self._current is not None and self._current[0] == layer:
             return self._current[1]
+        if layer < self._last:
+            self._first = layer
+        self._last = layer
         self._current = None  # freed before another one comes
         upcoming, self._next = self._next, None
         if upcoming is not None and upcoming[0] == layer:
@@ -52,12 +60,13 @@ class StreamedTransformer:
                 del upcoming
             block = self._read(layer)
         self._current = layer, block
-        if layer + 1 < self.config.num_layers:
-            self._next = layer + 1, self._reader.submit(self._read, layer + 1)
+        following = layer + 1 if layer + 1 < self.config.num_layers else self._first
+        if following != layer:
+            self._next = following, self._reader.submit(self._read, following)
         return block
 
     def _read(self, layer: int) -> Block:
-        params = self._checkpoint.load_block(layer, self._dtype)
+        params = self._checkpoint.load_block(layer, self._dtype, self._sharding)
         return Block(self.config, jax.block_until_ready(params))
 
     @property
