@@ -21,9 +21,9 @@ import numpy as np
 import pandas as pd
 from absl import flags
 
-from experiments import article_cases, command_line
+from experiments import article_cases, command_line, estimation
 from experiments.command_line import say
-from jaxablate import results
+from jaxablate import hosts, results
 from jaxablate.curves import BASELINE, FULL_CACHE, influence_curves, point_key
 from jaxablate.errors import UserError
 
@@ -34,20 +34,7 @@ flags.DEFINE_string(
     "ratios", "0,0.01,0.02,0.05,0.1,0.2,0.3,0.5", "Shares of keys kept: a list, or 0:0.5:0.01."
 )
 flags.DEFINE_string("map_ratios", "", "Ratios that all heads of the model are computed at, too.")
-flags.DEFINE_enum(
-    "estimator",
-    "exact",
-    ("exact", "first_order", "second_order"),
-    "exact: run the model for every point. first_order: all points from one backward pass a "
-    "document. second_order: with the loss's curvature from --draws more passes.",
-)
-flags.DEFINE_integer("draws", 32, "Backward passes of second_order.", lower_bound=1)
-flags.DEFINE_float(
-    "tolerance",
-    None,
-    "Exact points only where it takes them for all of a document's Δ log-perplexities to be "
-    "within this; the others are estimated by second_order and corrected.",
-)
+estimation.define_flags()
 flags.DEFINE_integer("part_size", 64, "Configurations that are written at a time.", lower_bound=1)
 flags.DEFINE_string("title", None, "Title of the figures.")
 flags.DEFINE_enum("band", "interval", ("interval", "standard_error"), "Band of the curves.")
@@ -72,10 +59,10 @@ class Point:
 def main() -> None:
     device = command_line.find_device()
     loaded = command_line.LoadedModel(FLAGS.model)
-    settings = article_cases.settings()
+    settings = article_cases.settings() | estimation.settings()
     points = _points(loaded.config)
     cases = article_cases.read(loaded)
-    with results.Run(
+    with hosts.open_run(
         FLAGS.out,
         experiment="influence",
         settings=settings,
@@ -115,7 +102,7 @@ def _points(config) -> list[Point]:
 
 def _plan(cases: Sequence, points: Sequence[Point], num_layers: int) -> dict[str, list]:
     """Parts of each document: its references first, then groups of points that share layers."""
-    groups = _groups(points)
+    groups = estimation.groups(points)
     plan = {}
     for case in cases:
         inputs = {"tokens": article_cases.digest(case)}
@@ -140,11 +127,8 @@ def _announce(loaded, cases: Sequence, points: Sequence[Point], run: results.Run
     from jaxablate.edits import keep_keys
     from jaxablate.plan import plan_sweep
 
-    if _estimator() != "exact":
-        kind = "points" if FLAGS.tolerance is None else f"curves within {FLAGS.tolerance:g}"
-        passes = 1 + (FLAGS.draws if _estimator() == "second_order" else 0)
-        say(f"plan        {len(points)} {kind} x {len(cases)} documents by {_estimator()}: "
-            f"{passes} backward passes a document")  # fmt: skip
+    if estimation.estimator() != "exact":
+        say(estimation.plan(len(points), len(cases)))
         return
     config = loaded.config
     unique = [keep_keys({point.head: 1 + i}) for i, point in enumerate(points)]
@@ -200,7 +184,9 @@ class DocumentSweep:
         self._base = self._count(FLAGS.baseline)
         self._progress = command_line.PartProgress(run)
         follow = None if FLAGS.tolerance else self._progress  # rounds of unknown number
-        self._options = command_line.sweep_options(device_kind, on_progress=follow)
+        self._options = command_line.sweep_options(
+            device_kind, on_progress=follow, mesh=loaded.mesh
+        )
         heads = [(i, j) for i in range(config.num_layers) for j in range(config.num_kv_heads)]
         counts: dict = {head: [self._base] for head in heads}
         for point in points:
@@ -214,23 +200,10 @@ class DocumentSweep:
             )
         self._problem = influence.influence_problem(self._context, case, self._base)
         self._sweep = Sweep(self._model, self._problem, self._options)
-        self._estimates: dict[str, tuple[np.ndarray, float]] = {}
-        if _estimator() != "exact":
-            self._estimate(points)
-
-    def _estimate(self, points: Sequence[Point]) -> None:
-        """All points of the document at once: a backward pass serves any number."""
-        from jaxablate.estimates import estimate
-
-        found = estimate(
-            self._sweep,
-            [self._configuration(point) for point in points],
-            _estimator(),
-            draws=FLAGS.draws,
-            seed=FLAGS.seed,
-        )
-        keys = [point.key for point in points]
-        self._estimates = dict(zip(keys, zip(found.changes, found.errors)))
+        self._estimated = None
+        if estimation.estimator() != "exact":
+            configurations = {point.key: self._configuration(point) for point in points}
+            self._estimated = estimation.EstimatedPoints(self._sweep, configurations)
 
     def _configuration(self, point: Point):
         from jaxablate.influence import head_configuration
@@ -247,14 +220,12 @@ class DocumentSweep:
             return self._reference_rows()
         self._progress.start(part)
         points = [by_key[key] for key in part.configurations]
-        if FLAGS.tolerance is not None:
-            return self._refined_rows(points)
-        if _estimator() != "exact":
-            return self._estimated_rows(points)
+        if self._estimated is not None:
+            return self._estimated_rows(self._estimated, points)
         configurations = [self._configuration(point) for point in points]
         found = []
         for point, nll in zip(points, self._sweep.run(configurations)):
-            found += self._question_rows(nll, self._about(point))
+            found += article_cases.question_rows(self._case, nll, self._about(point))
         return found
 
     def _about(self, point: Point, estimator: str = "exact", bound: float | None = 0.0) -> dict:
@@ -269,41 +240,20 @@ class DocumentSweep:
             "bound": bound,
         }
 
-    def _estimated_rows(self, points: Sequence[Point]) -> list[dict]:
+    def _estimated_rows(self, estimated, points: Sequence[Point]) -> list[dict]:
+        places = {point.key: (point.head, self._count(point.ratio)) for point in points}
         found = []
-        for point in points:
-            if self._count(point.ratio) == self._base:
-                found += self._question_rows(self._sweep.baseline_nll, self._about(point))
-                continue
-            changes, _ = self._estimates[point.key]
-            found += self._changed_rows(changes, self._about(point, _estimator(), None))
-        return found
-
-    def _refined_rows(self, points: Sequence[Point]) -> list[dict]:
-        from jaxablate.estimates import Estimates, refine_curves
-
-        changes, errors = zip(*(self._estimates[point.key] for point in points))
-        heads = sorted({point.head for point in points})
-        refined = refine_curves(
-            self._sweep,
-            [self._configuration(point) for point in points],
-            np.asarray([heads.index(point.head) for point in points]),
-            np.asarray([self._count(point.ratio) for point in points]),
-            Estimates(np.stack(changes), np.asarray(errors)),
-            FLAGS.tolerance,
-        )
-        found = []
-        for i, point in enumerate(points):
-            about = self._about(point, refined.estimators[i], float(refined.bounds[i]))
-            if i in refined.nll:
-                found += self._question_rows(refined.nll[i], about)
+        for point, value in zip(points, estimated.values(places)):
+            about = self._about(point, value.estimator, value.bound)
+            if value.nll is not None:
+                found += article_cases.question_rows(self._case, value.nll, about)
             else:
-                found += self._changed_rows(refined.changes[i], about)
+                found += self._changed_rows(value.changes, about)
         return found
 
     def _changed_rows(self, changes: np.ndarray, about: dict) -> list[dict]:
         """One row per question from the change of its NLL sum; there are no sums of blocks."""
-        rows = self._question_rows(self._sweep.baseline_nll, about)
+        rows = article_cases.question_rows(self._case, self._sweep.baseline_nll, about)
         for row, change in zip(rows, changes):
             row["nll_sum"] += float(change)
             row["block_nll"] = []

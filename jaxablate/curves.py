@@ -10,6 +10,8 @@ from jaxablate.errors import UserError
 _ENOUGH_DOCUMENTS = 5
 
 BASELINE, FULL_CACHE = "baseline", "full cache"
+# From the strongest to the weakest statement about a point.
+ESTIMATORS = ("exact", "interpolated", "second_order", "estimated", "first_order")
 
 
 def point_key(layer: int, kv_head: int, ratio: float) -> str:
@@ -26,19 +28,21 @@ def influence_curves(rows: pd.DataFrame, seed: int = 0, level: float = 0.95) -> 
 
     Returns: one row per head and ratio, sorted: layer, kv_head, ratio, keys_kept (mean over
       documents), log_ppl, delta_log_ppl, standard_error (across documents), low, high (paired
-      bootstrap over documents, or with fewer than five over blocks of tokens), documents,
-      estimator.
+      bootstrap over documents, or with fewer than five over blocks of tokens: NaN then where a
+      point was not evaluated exactly), documents, estimator (the weakest of the documents'),
+      bound (of what the estimator may be off by, mean over documents; NaN where none is known).
     """
-    units, keys, documents = _units(rows)
+    units, keys, documents = case_units(rows)
     paired = scoring.paired_units(units)
     interval = scoring.bootstrap(paired, seed=seed, level=level)
-    total = units.values.sum(axis=1) / units.weights.sum()
+    log_ppl = _log_ppl(rows, keys)
+    delta = np.where(np.isnan(interval.estimate), log_ppl - log_ppl[0], interval.estimate)
     errors = _standard_errors(rows, keys)
     table = pd.DataFrame(
         {
             "configuration": keys,
-            "log_ppl": total,
-            "delta_log_ppl": interval.estimate,
+            "log_ppl": log_ppl,
+            "delta_log_ppl": delta,
             "standard_error": errors,
             "low": interval.low,
             "high": interval.high,
@@ -49,15 +53,30 @@ def influence_curves(rows: pd.DataFrame, seed: int = 0, level: float = 0.95) -> 
         kv_head=("kv_head", "first"),
         ratio=("ratio", "first"),
         keys_kept=("keys_kept", "mean"),
-        estimator=("estimator", "first"),
+        estimator=("estimator", _weakest),
     )
+    if "bound" in rows:
+        bounds = rows.groupby(["configuration", "document"], sort=False).bound.first()
+        about["bound"] = bounds.groupby("configuration").agg(lambda b: b.mean(skipna=False))
+    else:
+        about["bound"] = np.nan
     table = table.join(about, on="configuration")
     table["documents"] = documents
     table = table[table.layer.notna()]
     order = ["layer", "kv_head", "ratio", "keys_kept", "log_ppl", "delta_log_ppl",
-             "standard_error", "low", "high", "documents", "estimator"]  # fmt: skip
+             "standard_error", "low", "high", "documents", "estimator", "bound"]  # fmt: skip
     table = table.astype({"layer": int, "kv_head": int})[order]
     return table.sort_values(["layer", "kv_head", "ratio"], ignore_index=True)
+
+
+def _weakest(names: pd.Series) -> str:
+    return max(names, key=ESTIMATORS.index)
+
+
+def _log_ppl(rows: pd.DataFrame, keys: list[str]) -> np.ndarray:
+    """Log-perplexity of each configuration, from the sums of all questions."""
+    means = (rows.nll_sum / rows.scored_tokens).groupby([rows.configuration, rows.document])
+    return means.mean().unstack("document").loc[keys].to_numpy(float).mean(axis=1)
 
 
 def _standard_errors(rows: pd.DataFrame, keys: list[str]) -> np.ndarray:
@@ -77,11 +96,18 @@ def reference_log_ppl(rows: pd.DataFrame, configuration: str) -> float:
     return float(scoring.mean_log_perplexity(sums, tokens, part.document.to_numpy(str))[0])
 
 
-def _units(rows: pd.DataFrame) -> tuple[scoring.Units, list[str], int]:
-    """Units with one line per configuration, the baseline first."""
+def case_units(rows: pd.DataFrame, first: str = BASELINE) -> tuple[scoring.Units, list[str], int]:
+    """Units of the bootstrap with one line per configuration, `first` leading.
+
+    Returns: the units (documents, or blocks of tokens where there are fewer than five), the
+      configurations in the order of their lines, and the number of documents.
+
+    Raises:
+      UserError: a configuration that was not computed on every document and question.
+    """
     scored = rows.drop_duplicates(["document", "question"])[["document", "question"]]
     index = pd.MultiIndex.from_frame(scored)
-    keys = [BASELINE, *[key for key in rows.configuration.unique() if key != BASELINE]]
+    keys = [first, *[key for key in rows.configuration.unique() if key != first]]
     wide = rows.set_index(["document", "question"])
     sums, blocks = [], []
     tokens = np.zeros(0, np.int64)
@@ -93,6 +119,11 @@ def _units(rows: pd.DataFrame) -> tuple[scoring.Units, list[str], int]:
         part = groups[key].loc[index]
         sums.append(part.nll_sum.to_numpy(float))
         blocks.append(part.block_nll.to_list())
+        if key != first:  # an estimate has no sums of blocks: nothing to draw
+            blocks[-1] = [
+                np.full(len(base), np.nan) if len(own) < len(base) else own
+                for own, base in zip(blocks[-1], blocks[0])
+            ]
         tokens = part.scored_tokens.to_numpy(np.int64)
     names = scored.document.to_numpy(str)
     count = len(set(names))

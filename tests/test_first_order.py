@@ -168,7 +168,7 @@ def test_small_edits_agree_to_second_order(config):
     """Halving an edit (of every KV head and count) must quarter the error of the linear term."""
     model = tiny.random_model(config)
     errors, sizes = [], []
-    for strength in (0.04, 0.02):
+    for strength in (0.002, 0.001):
         engine = Sweep(model, make_problem(config, strength))
         chosen = [c for c in kept_everywhere(config) if int(c.key.split("@")[1]) > BASELINE]
         base = nll_by_row(engine.problem, engine.baseline_nll[None])
