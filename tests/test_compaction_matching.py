@@ -122,6 +122,19 @@ def test_without_full_rank_a_tiny_ridge_gives_what_least_squares_gives(case):
     assert own < 1.02 * theirs + 1e-6 * np.linalg.norm(mass)
 
 
+def test_a_pivot_that_is_only_rounding_counts_as_dependence():
+    """Cholesky may get through such a matrix, with a pivot of 1e-16 that means nothing."""
+    import jax
+
+    with jax.enable_x64(True):
+        gram = jax.numpy.array([[1.0, 1.0], [1.0, 1 + 4e-16]])
+        used = jax.numpy.array([True, True])
+        assert np.isfinite(np.linalg.cholesky(gram)).all()
+        factor, ridge = matching._factor(gram, used, jax.numpy.float64(0))
+    assert ridge == 1e-13
+    assert factor[1, 1] > 1e-7
+
+
 def test_a_ridge_that_is_asked_for_is_the_one_of_its_definition():
     queries, keys, values = layer(num_heads=1)
     kept = fit_heads(queries, keys, values, [20], ridge=0.01).heads[0, 20]
