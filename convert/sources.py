@@ -88,7 +88,7 @@ def locate(spec: str) -> Path:
         )
     if spec in REGISTERED:
         return _registered_file(spec)
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     try:
         if path.is_dir():
             return path.resolve()

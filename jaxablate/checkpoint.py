@@ -240,7 +240,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
       UserError: there is none at `path`, its format version is unknown, or files are missing or
         have another size.
     """
-    directory = Path(path).expanduser().resolve()
+    directory = Path(os.path.expanduser(path)).resolve()
     file = directory / METADATA_NAME
     if not file.is_file():
         raise UserError(
@@ -279,7 +279,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a finished checkpoint lies at `path`."""
-    return (Path(path).expanduser() / METADATA_NAME).is_file()
+    # os.path answers False where pathlib raises: names that no file system has.
+    return os.path.isfile(os.path.join(os.path.expanduser(path), METADATA_NAME))
 
 
 def group_of(path: str) -> str:
