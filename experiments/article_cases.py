@@ -45,7 +45,12 @@ def define_flags() -> None:
 
 
 def settings() -> dict:
-    """What changes numbers besides model, documents and configurations."""
+    """What changes numbers besides model, documents and configurations.
+
+    Raises:
+      UserError: one of these flags has a value that there is not.
+    """
+    compaction_settings()  # refuses here what would fail when a document is read already
     names = ["baseline", "method", "selection", "queries", "max_queries", "seed", "dtype"]
     if FLAGS.answers:
         found = {"answers": "generated"}  # their text is in each part's inputs
@@ -71,7 +76,22 @@ def compaction_settings():
 
 
 def read(loaded) -> list:
-    """One prompts.Case per document."""
+    """One prompts.Case per document.
+
+    Raises:
+      UserError: fewer or shorter documents than asked for, answers that do not belong to them, or
+        token ids that the model has not.
+    """
+    from jaxablate.text import check_token_ids
+
+    cases = _read(loaded.tokenizer())
+    for case in cases:
+        for ids in token_ids(case):
+            check_token_ids(ids, loaded.config.vocab_size)
+    return cases
+
+
+def _read(tokenizer) -> list:
     from jaxablate.text import PromptForms, plain_case, quality_case, read_documents
 
     indices = None
@@ -88,7 +108,6 @@ def read(loaded) -> list:
             "lower --documents or --articles"
         )
     documents = tuple(documents[i] for i in indices) if indices else documents
-    tokenizer = loaded.tokenizer()
     if FLAGS.answers:
         from jaxablate.reference_answers import read_answers
 
@@ -109,13 +128,18 @@ def read(loaded) -> list:
     ]
 
 
-def digest(case) -> str:
-    """Digest of every token id of a case: the tokenizer and the answers are in it."""
-    found = hashlib.sha256(repr(case.article_range).encode())
+def token_ids(case) -> list[np.ndarray]:
+    """Every array of token ids of a case."""
     arrays = [case.context_ids, case.reference_ids]
     for continuation in case.continuations:
         arrays += [continuation.prompt_ids, continuation.answer_ids]
-    for array in arrays:
+    return arrays
+
+
+def digest(case) -> str:
+    """Digest of every token id of a case: the tokenizer and the answers are in it."""
+    found = hashlib.sha256(repr(case.article_range).encode())
+    for array in token_ids(case):
         found.update(np.asarray(array, "<i4").tobytes() + b"|")
     return found.hexdigest()
 

@@ -1,4 +1,4 @@
-"""The one error type that a user's input can cause."""
+"""The errors that a user's input or model can cause."""
 
 
 class UserError(ValueError):
@@ -7,3 +7,7 @@ class UserError(ValueError):
     The message is one line that says what was got, what is allowed and what to do. Command-line
     programs print it without a traceback and exit with code 1.
     """
+
+
+class NonFiniteError(ArithmeticError):
+    """A model gave NaN or infinity; the message says at which layer or configuration."""

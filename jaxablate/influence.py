@@ -183,6 +183,7 @@ def _fit_layer(
         method=settings.method,
         selection=settings.selection,
         seed=(settings.seed, layer),
+        head_ids=heads,
     )
     return {(heads[i], count): head for (i, count), head in fit.heads.items()}
 

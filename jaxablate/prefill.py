@@ -47,7 +47,10 @@ def prefill(model, tokens: Int[np.ndarray, "T"], dtype=None) -> Iterator[LayerCa
     x = x.astype(dtype or x.dtype)
     for layer in range(model.config.num_layers):
         x, qkv = _prefill_step(model.block(layer), x, rope)
-        yield LayerCache(*(to_host(array[0, 0, :length]) for array in qkv))
+        cache = LayerCache(*(to_host(array[0, 0, :length]) for array in qkv))
+        if not all(np.isfinite(array).all() for array in cache):
+            raise NonFiniteError(f"the context is not finite in the attention of layer {layer}")
+        yield cache
 
 
 @jax.jit

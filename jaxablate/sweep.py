@@ -18,7 +18,7 @@ from jaxablate import steps
 from jaxablate.attention import LayerPrefix
 from jaxablate.config import TransformerConfig
 from jaxablate.edits import Configuration, LayerEdit, check
-from jaxablate.errors import UserError
+from jaxablate.errors import NonFiniteError, UserError
 from jaxablate.mesh import OnMesh
 from jaxablate.placement import OneDevice, Placement
 from jaxablate.plan import Plan, branches, plan_sweep, split_waves, trie_order
@@ -64,10 +64,6 @@ class SweepOptions:
     dtype: Any = None
     on_progress: Callable[[int, int], None] | None = None
     mesh: jax.sharding.Mesh | None = None
-
-
-class NonFiniteError(ArithmeticError):
-    """A sweep met NaN or infinity; the message says at which layer or configuration."""
 
 
 class Node(NamedTuple):
