@@ -41,9 +41,8 @@ def weights(directory):
 
 def test_stopped_and_resumed_gives_the_same_bits(trained, tmp_path):
     out, whole = trained
-    for stop in (2, 3):
-        assert train_tiny.run(tmp_path, SETTINGS, stop_after=stop) is None
-        assert [p.name for p in (tmp_path / "state").iterdir()] == [f"step_{stop:06d}"]
+    assert train_tiny.run(tmp_path, SETTINGS, stop_after=3) is None
+    assert [p.name for p in (tmp_path / "state").iterdir()] == ["step_000003"]
     resumed = train_tiny.run(tmp_path, SETTINGS)
     np.testing.assert_array_equal(resumed.losses, whole.losses)
     assert sorted(whole.directories) == [0, 1, 2, 4, 6]
@@ -64,9 +63,13 @@ def test_a_state_cut_short_by_a_kill_is_not_used(trained, tmp_path):
     np.testing.assert_array_equal(resumed.losses, trained[1].losses)
 
 
-def test_another_seed_gives_other_weights(trained, tmp_path):
-    other = train_tiny.run(tmp_path, train_tiny.dataclasses.replace(SETTINGS, seed=1, steps=3))
-    assert other.losses[0] != trained[1].losses[0]
+def test_another_seed_gives_other_weights():
+    config = SETTINGS.model_config()
+    first, again, other = (
+        training.init_params(config, seed)["embed"]["embedding"] for seed in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.01
 
 
 def test_transformers_loads_every_step_and_gives_our_logits(trained):
