@@ -203,12 +203,14 @@ def _reference_queries(
     group = cache.q.shape[1] // kv_heads
     # [n, K, G, H] -> [K, G, n, H]
     queries = cache.q[start:stop].reshape(stop - start, kv_heads, group, size)
-    queries = np.moveaxis(queries, 0, 2)[list(heads)]
+    queries = np.moveaxis(queries, 0, 2)
     if settings.reference_queries == "random":
-        # Normal directions at the length of the head's own queries.
+        # Normal directions at the length of the head's own queries, drawn for every head of the
+        # layer: a head's must not depend on which others are fitted.
         rng = np.random.default_rng((settings.seed, layer))
         spread = np.sqrt(np.mean(np.square(queries.astype(np.float32)), axis=(2, 3), keepdims=True))
         queries = rng.standard_normal(queries.shape).astype(np.float32) * spread
+    queries = queries[list(heads)]
     thinned = compaction.thin_queries(queries, settings.max_queries, (settings.seed, layer))
     return np.asarray(thinned).reshape(len(heads), -1, size)
 
