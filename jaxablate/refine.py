@@ -22,7 +22,7 @@ from jaxablate.errors import UserError
 # Candidates of the process: length scale in e-folds of the number of keys, and the share of the
 # prior variance that neighbours do not share.
 _LENGTHS = (0.5, 1.0, 2.0, 4.0)
-_ROUGHNESS = (0.003, 0.01, 0.03, 0.1, 0.3)
+_ROUGHNESS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3)
 # A curve's own deviation is drawn towards that of all curves as if by this many points of it.
 _PRIOR_POINTS = 3.0
 # Deviations in a bound at least.
