@@ -182,7 +182,7 @@ def test_refused_by_name(raw, named):
 
 
 def test_windows_that_hide_nothing_are_not_in_use():
-    """Qwen2.5 states a window that its switch turns off; some files state one as long as the text."""
+    """Qwen2.5 states a window that its switch turns off; others one as long as the text."""
     off = {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1}
     assert read(FAMILIES["qwen2"] | off) == read(FAMILIES["qwen2"])
     assert read(FAMILIES["mistral"] | {"sliding_window": 128}) == read(FAMILIES["mistral"])
