@@ -410,3 +410,16 @@ def test_three_sets_of_smollm2_equal_pytorch(tmp_path):
         total, tokens = torch_nll(without_layers(theirs, layers), batches)
         ours = math.exp(row.astype(np.float64).sum() / tokens)
         assert ours == pytest.approx(math.exp(total / tokens), rel=1e-4), layers
+
+
+def test_operations_by_hand():
+    """Blocks of all window rows, the padding too; scores of the scored tokens only."""
+    config = tiny.llama_config(num_layers=6)
+    batches = text_batches(40, windows_per_batch=2)
+    configurations = [removals.removal(layers, "block") for layers in [(), (5,), (4, 5)]]
+    plan = plan_sweep(configurations, 6, 10**9)
+    assert plan.block_evaluations == 6  # all three are prefixes of the whole model
+    attention = 24 * (6 + 2 + 2 + 6) * 8 + 2 * 6 * 8 * 16  # q, k, v, o; scores and values
+    block = 2 * (attention + 3 * 24 * 40)
+    expected = 6 * 4 * 16 * block + 3 * 40 * 2 * 24 * 61
+    assert removals.sweep_operations(config, plan, batches) == pytest.approx(expected)
