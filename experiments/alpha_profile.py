@@ -117,11 +117,11 @@ def run(
                 f"estimator is {estimator!r}; choose from {', '.join(spectra.ESTIMATORS)}"
             )
     if len({(one.config.family, one.config.num_layers) for one in opened}) > 1:
-        found = [
+        shapes = [
             f"{name}: {one.config.family} of {one.config.num_layers} layers"
             for name, one in zip(names, opened)
         ]
-        raise UserError(f"a map needs one model, these are different models ({', '.join(found)})")
+        raise UserError(f"a map needs one model, these are different models ({', '.join(shapes)})")
     fitter = AlphaFitter(settings, cache_dir)
     digest = hashlib.sha256("".join(one.digest for one in opened).encode()).hexdigest()
     with results.Run(

@@ -112,9 +112,13 @@ def _read(tokenizer) -> list:
         from jaxablate.reference_answers import read_answers
 
         forms = PromptForms(context=FLAGS.context_form, question=FLAGS.question_form)
-        return [
+        cases = [
             quality_case(d, tokenizer, read_answers(FLAGS.answers, d), forms) for d in documents
         ]
+        for case in cases:
+            if case.skipped:
+                print(f"note        {case.document}: no tokens in answers to {case.skipped}")
+        return cases
     return [
         plain_case(
             document,

@@ -145,12 +145,13 @@ def _compute(run, parts, loaded, masks, names, batches, device_kind) -> None:
         mean = means.__getitem__
     progress = command_line.PartProgress(run)
     options = command_line.sweep_options(device_kind, on_progress=progress, mesh=loaded.mesh)
-    engine, engine_index = None, None
+    engine: Sweep | None = None
+    engine_index = -1
     by_spec = {(part.batch, part.spec.configurations): part for part in parts}
     for spec in run.pending():
         part = by_spec[spec.inputs["batch"], spec.configurations]
         index, members = part.batch, part.masks
-        if index != engine_index:
+        if engine is None or index != engine_index:
             engine = None  # frees the one before
             problem = Problem(batches[index][1], mean_output=mean)
             engine = Sweep(model, problem, options)

@@ -155,7 +155,9 @@ class Checkpoint:
         """
         params: dict[str, jax.Array] = {}
         groups = groups_of(self.config)
-        for group in tqdm(groups, "restoring", delay=5, disable=not progress, leave=False):
+        for group in tqdm(
+            groups, "restoring", delay=5, disable=None if progress else True, leave=False
+        ):
             params |= self.load_group(group, dtype, sharding)
         return Transformer.from_params(self.config, nested(params))
 

@@ -6,9 +6,6 @@ import pandas as pd
 from jaxablate import scoring
 from jaxablate.errors import UserError
 
-# With fewer documents a bootstrap over documents has too few distinct draws to say anything.
-_ENOUGH_DOCUMENTS = 5
-
 BASELINE, FULL_CACHE = "baseline", "full cache"
 # From the strongest to the weakest statement about a point.
 ESTIMATORS = ("exact", "interpolated", "second_order", "estimated", "first_order")
@@ -28,7 +25,7 @@ def influence_curves(rows: pd.DataFrame, seed: int = 0, level: float = 0.95) -> 
 
     Returns: one row per head and ratio, sorted: layer, kv_head, ratio, keys_kept (mean over
       documents), log_ppl, delta_log_ppl, standard_error (across documents), low, high (paired
-      bootstrap over documents, or with fewer than five over blocks of tokens: NaN then where a
+      bootstrap over documents, or with fewer than eight over blocks of tokens: NaN then where a
       point was not evaluated exactly), documents, estimator (the weakest of the documents'),
       bound (of what the estimator may be off by, mean over documents; NaN where none is known).
     """
@@ -99,7 +96,7 @@ def reference_log_ppl(rows: pd.DataFrame, configuration: str) -> float:
 def case_units(rows: pd.DataFrame, first: str = BASELINE) -> tuple[scoring.Units, list[str], int]:
     """Units of the bootstrap with one line per configuration, `first` leading.
 
-    Returns: the units (documents, or blocks of tokens where there are fewer than five), the
+    Returns: the units (documents, or blocks of tokens where there are fewer than eight), the
       configurations in the order of their lines, and the number of documents.
 
     Raises:
@@ -127,7 +124,7 @@ def case_units(rows: pd.DataFrame, first: str = BASELINE) -> tuple[scoring.Units
         tokens = part.scored_tokens.to_numpy(np.int64)
     names = scored.document.to_numpy(str)
     count = len(set(names))
-    if count >= _ENOUGH_DOCUMENTS:
+    if count >= scoring.FEWEST_UNITS:
         return scoring.document_units(np.stack(sums), tokens, names), keys, count
     per_question = [np.stack([line[q] for line in blocks]) for q in range(len(index))]
     return _pooled_blocks(per_question, tokens, names), keys, count

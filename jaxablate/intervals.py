@@ -10,6 +10,7 @@ from jaxablate.errors import UserError
 
 INTERVAL_METHODS = ("studentized", "bca", "percentile")
 DEFAULT_DRAWS = 2000
+FEWEST_UNITS = 8
 # Resampling matrices are drawn in slices of about this many entries (64 MB of float64).
 _SLICE_ENTRIES = 8_000_000
 
@@ -56,7 +57,8 @@ def bootstrap(
     `percentile`: the quantiles of the statistic over the draws.
     `bca`: those quantiles corrected for bias and skew (Efron 1987, jackknife acceleration).
 
-    With a single unit nothing can be drawn, and both ends are NaN. Equal seeds give equal
+    With fewer than FEWEST_UNITS both ends are NaN: too many draws then repeat one or two units,
+    whose standard error says nothing and whose ratio to it is anything. Equal seeds give equal
     intervals.
 
     Raises:
@@ -68,7 +70,7 @@ def bootstrap(
         raise UserError(f"level must be in (0, 1) and draws >= 100, got {level} and {draws}")
     estimate = units.values.sum(axis=1) / units.weights.sum()
     tails = np.full((len(estimate), 2), [(1 - level) / 2, (1 + level) / 2])
-    if len(units.weights) < 2:
+    if len(units.weights) < FEWEST_UNITS:
         low = high = np.full_like(estimate, np.nan)
     elif method == "studentized":
         low, high = _studentized(units, estimate, tails, draws, seed)

@@ -19,6 +19,7 @@ from jaxablate.correlation import Correlation, spearman
 from jaxablate.errors import UserError
 from jaxablate.intervals import (
     DEFAULT_DRAWS,
+    FEWEST_UNITS,
     INTERVAL_METHODS,
     Interval,
     Units,
@@ -28,6 +29,7 @@ from jaxablate.intervals import (
 
 __all__ = [
     "DEFAULT_DRAWS",
+    "FEWEST_UNITS",
     "INTERVAL_METHODS",
     "Correlation",
     "Interval",
@@ -211,9 +213,12 @@ def delta_ratio(
     if not all(math.isfinite(delta) and delta > 0 for delta in deltas):
         note = f"no ratio: ΔPPL is {deltas[0]:.4g} and {deltas[1]:.4g}, both must be positive"
         return Ratio(value=math.nan, low=math.nan, high=math.nan, note=note)
-    if len(units.weights) < 2:
+    if len(units.weights) < FEWEST_UNITS:
         return Ratio(
-            value=deltas[0] / deltas[1], low=math.nan, high=math.nan, note="no interval: one unit"
+            value=deltas[0] / deltas[1],
+            low=math.nan,
+            high=math.nan,
+            note=f"no interval: {len(units.weights)} units, {FEWEST_UNITS} are needed",
         )
     drawn, _ = resample(dataclasses.replace(units, values=rows), draws, seed)
     # The baseline's own perplexity cancels from the ratio.

@@ -100,15 +100,25 @@ def test_studentized_interval_also_covers_with_ten_documents():
 
 
 def test_pairing_subtracts_the_baseline_on_the_same_documents():
-    sums = np.array([[2.0, 4.0, 6.0], [3.0, 4.5, 9.0]])
-    units = scoring.document_units(sums, np.array([1, 2, 3]), np.array(["a", "b", "c"]))
+    sums = np.tile([[2.0, 4.0, 6.0], [3.0, 4.5, 9.0]], 3)
+    units = scoring.document_units(sums, np.tile([1, 2, 3], 3), np.array(list("abcdefghi")))
     paired = scoring.paired_units(units)
     interval = scoring.bootstrap(paired)
     # Differences of means per token: 1, 0.25 and 1.
     np.testing.assert_allclose(interval.estimate, [0, 0.75], atol=1e-15)
     assert interval.low[0] == interval.high[0] == 0
     assert interval.kind == "documents"
-    assert interval.num_units == 3
+    assert interval.num_units == 9
+
+
+@pytest.mark.parametrize("method", scoring.INTERVAL_METHODS)
+def test_too_few_units_have_no_interval(method):
+    few = scoring.bootstrap(_units(np.arange(14.0).reshape(2, 7)), method=method)
+    assert np.isnan(few.low).all()
+    assert np.isnan(few.high).all()
+    enough = scoring.bootstrap(_units(np.arange(16.0).reshape(2, 8) ** 2), method=method)
+    assert (enough.low < enough.estimate).all()
+    assert (enough.high > enough.estimate).all()
 
 
 def test_percentile_interval_agrees_with_scipy():
