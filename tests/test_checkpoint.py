@@ -273,13 +273,14 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
     config = tiny.llama_config(num_layers=1)
     flat = flattened(random_params(config))
     dest = tmp_path / "ours"
-    with (
-        pytest.raises(ZeroDivisionError),
-        writing_lock(dest),
-        new_checkpoint(dest, config, {}) as writer,
-    ):
-        writer.write({"embed/embedding": flat["embed/embedding"]})
-        raise ZeroDivisionError
+
+    def fail_in_the_middle():
+        with writing_lock(dest), new_checkpoint(dest, config, {}) as writer:
+            writer.write({"embed/embedding": flat["embed/embedding"]})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_the_middle()
     assert list(tmp_path.iterdir()) == []
 
 
