@@ -1,0 +1,129 @@
+"""--estimator and --tolerance of the influence experiment, on a tiny model."""
+
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+from test_influence_experiment import COMMON, child, finished, home, sources  # noqa: F401
+
+
+def per_document(out):
+    """Δ log-perplexity [configuration, document], the baseline and the full cache left out."""
+    rows = pd.read_parquet(out / "rows.parquet")
+    table = (rows.nll_sum / rows.scored_tokens).groupby([rows.configuration, rows.document])
+    table = table.first().unstack("document")
+    return table.sub(table.loc["baseline"]).drop(index=["baseline", "full cache"])
+
+
+@pytest.fixture(scope="module")
+def run(child, home):  # noqa: F811
+    def run(name, *flags):
+        out = home / name
+        answer = child.run(*sources(home), *COMMON, *flags, f"--out={out}")
+        assert answer.code == 0, answer.err
+        return answer, out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def second_order(run):
+    return run("second", "--estimator=second_order", "--draws=200")
+
+
+def test_estimates_are_near_exact_ones(run, finished, second_order):  # noqa: F811
+    _, exact = finished
+    _, first = run("first_order", "--estimator=first_order")
+    _, second = second_order
+    # Of a random model's last layer; a wrong sign, sum or mean would be off by the size itself.
+    truth, first, second = (
+        per_document(out).loc[["L3H0@0", "L3H0@0.3", "L3H0@1"]] for out in (exact, first, second)
+    )
+    size = np.abs(truth).to_numpy().max()
+    errors = [np.abs(found - truth).to_numpy().max() for found in (first, second)]
+    print("effects", truth.to_numpy().ravel(), "errors", errors)
+    assert max(errors) < 0.3 * size
+
+
+def test_what_estimated_rows_say(second_order):
+    answer, out = second_order
+    rows = pd.read_parquet(out / "rows.parquet")
+    at_baseline = rows.keys_kept == 2
+    references = rows.layer.isna()
+    estimated = ~(at_baseline | references)
+    assert set(rows.estimator[estimated]) == {"second_order"}
+    assert set(rows.estimator[~estimated]) == {"exact"}
+    assert rows.bound[estimated].isna().all()
+    assert (rows.bound[~estimated] == 0).all()
+    assert (rows.block_nll[estimated].map(len) == 0).all()
+    assert (rows.block_nll[~estimated].map(len) > 0).all()
+    curves = pd.read_csv(out / "curves.csv")
+    assert curves.delta_log_ppl.notna().all()
+    assert curves.low.isna().equals(curves.estimator == "second_order")
+    assert (curves.delta_log_ppl[curves.estimator == "exact"] == 0).all()
+    assert curves.standard_error.notna().all()
+    assert "201 backward passes a document" in answer.out
+    assert "points      9 second_order, 3 exact" in answer.out
+    assert (out / "figures" / "influence.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("tolerance", [0.02, 0.001])
+def test_curves_to_a_tolerance(run, finished, tolerance):  # noqa: F811
+    _, exact = finished
+    answer, out = run(f"tolerance-{tolerance}", f"--tolerance={tolerance}", "--part_size=1")
+    truth = per_document(exact)
+    error = np.abs(per_document(out).loc[truth.index] - truth)
+    rows = pd.read_parquet(out / "rows.parquet")
+    kinds = rows.estimator.value_counts()
+    print(tolerance, dict(kinds), "worst", error.to_numpy().max())
+    assert error.to_numpy().max() <= tolerance
+    assert (rows.bound <= tolerance).all()
+    assert (rows.bound[rows.estimator == "exact"] == 0).all()
+    assert (rows.bound[rows.estimator != "exact"] > 0).all()
+    assert set(kinds.index) <= {"exact", "interpolated", "estimated"}
+    assert len(list(out.glob("parts/*"))) == 2 * (1 + 3)  # a part for every layer
+    assert f"refined to within {tolerance:g}" in answer.out
+    if tolerance == 0.02:
+        assert kinds.get("exact", 0) < len(rows)
+
+
+@pytest.mark.parametrize("flags", [["--estimator=second_order", "--draws=200"],
+                                   ["--tolerance=0.001", "--part_size=1"]])  # fmt: skip
+def test_estimates_go_on_to_the_same_bytes(child, home, run, flags, tmp_path):  # noqa: F811
+    _, whole = run("whole" + flags[0].split("=")[0], *flags)
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    for file in [out / "rows.parquet", *sorted(out.glob("parts/*.parquet"))[::2]]:
+        file.unlink()
+    answer = child.run(*sources(home), *COMMON, *flags, f"--out={out}")
+    assert answer.code == 0, answer.err
+    assert "going on: 4 of 8" in answer.err
+    for name in ("rows.parquet", "curves.csv"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_settings_of_estimates_name_the_parts(child, home, second_order):  # noqa: F811
+    """Another seed, number of draws or estimator shares no part with what is there."""
+    _, out = second_order
+    before = set(out.glob("parts/*"))
+    for flags in (["--draws=100"], ["--draws=200", "--seed=1"]):
+        answer = child.run(*sources(home), *COMMON, "--estimator=second_order", *flags,
+                           f"--out={out}")  # fmt: skip
+        assert answer.code == 0, answer.err
+        assert "going on" not in answer.err
+    assert len(set(out.glob("parts/*"))) == 3 * len(before)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tolerance=0"], "--tolerance is 0; it must be above 0"),
+        (["--tolerance=0.01", "--estimator=first_order"], "--tolerance needs second_order"),
+    ],
+)
+def test_refusals(child, home, flags, message, tmp_path):  # noqa: F811
+    answer = child.run(*sources(home), *COMMON, *flags, f"--out={tmp_path}")
+    assert answer.code == 1
+    assert message in answer.err
+    assert len(answer.err.strip().splitlines()) == 1
