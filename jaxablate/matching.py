@@ -25,6 +25,7 @@ from jaxablate.selection import pad_rows, rows_per_chunk, scaled_scores
 
 BETA_BOUND = 3.0  # β in [-3, 3], so w = exp β in [e^-3, e^3]
 PROJECTED_STEPS = 2
+_PROBES = 8
 _BLOCKS = 4  # block rows of a Gram matrix
 _SIZE_STEP = 128  # matrices are padded to few sizes, so that a grid of ratios compiles few times
 _SMALLEST_RIDGE, _LARGEST_RIDGE = 1e-13, 1e-6
@@ -156,6 +157,12 @@ def _largest_eigenvalue(gram, mask, tolerance: float):
     return jax.lax.while_loop(moving, step, (unit, zero, jnp.float64(1.0), 0))[1]
 
 
+def _solve(factor, right):
+    """G^-1 times the columns of `right`."""
+    half = _lower_solve(factor, right, transpose=False)
+    return _lower_solve(factor, half, transpose=True)
+
+
 def _smallest_eigenvalue(factor, mask):
     """σ_min² of each prefix [m], from above: a few inverse iterations with the nested factor."""
     vectors = mask * jax.random.normal(jax.random.key(0), mask.shape, jnp.float64)
@@ -278,13 +285,17 @@ def _solve_values(gram, right, count, squared_outputs, ridge):
     gram = _symmetric(gram)
     used = jnp.arange(gram.shape[0]) < count
     factor, ridge = _factor(gram, used, ridge)
-    solved = _lower_solve(factor, _lower_solve(factor, right, transpose=False), transpose=True)
+    # A few random columns solved along with the others tell σ_min, after a second solve.
+    mask = used.astype(jnp.float64)[:, None]
+    probes = jax.random.normal(jax.random.key(0), (gram.shape[0], _PROBES), jnp.float64)
+    together = _solve(factor, jnp.concatenate([right, mask * probes], axis=1))
+    solved, probes = together[:, :-_PROBES], mask * together[:, -_PROBES:]
+    probes = _solve(factor, probes / jnp.linalg.norm(probes, axis=0, keepdims=True))
+    smallest = 1 / jnp.linalg.norm(probes, axis=0).max()
     image = jnp.einsum("pq,qh->ph", gram, solved, precision="highest")
     squared = jnp.sum(solved * image) - 2 * jnp.sum(solved * right)
     residual = jnp.sqrt(jnp.maximum(squared / squared_outputs + 1, 0.0))
-    mask = used.astype(jnp.float64)[:, None]
-    largest = _largest_eigenvalue(gram, mask, 1e-3)
-    condition = jnp.sqrt(largest / _smallest_eigenvalue(factor, mask))[0]
+    condition = jnp.sqrt(_largest_eigenvalue(gram, mask, 1e-3)[0] / smallest)
     return solved, condition, residual, ridge
 
 

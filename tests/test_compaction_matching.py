@@ -131,8 +131,8 @@ def test_a_pivot_that_is_only_rounding_counts_as_dependence():
         used = jax.numpy.array([True, True])
         assert np.isfinite(np.linalg.cholesky(gram)).all()
         factor, ridge = matching._factor(gram, used, jax.numpy.float64(0))
-    assert ridge == 1e-13
-    assert factor[1, 1] > 1e-7
+        assert float(ridge) == 1e-13
+        assert float(factor[1, 1]) > 1e-7
 
 
 def test_a_ridge_that_is_asked_for_is_the_one_of_its_definition():
