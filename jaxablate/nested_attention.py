@@ -7,7 +7,7 @@ arXiv 2112.05682) goes through all keys once and puts down its output at the end
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,10 @@ class KeyBlocks(NamedTuple):
     after each block.
     """
 
-    keys: Array
-    values: Array
-    bias: Array
-    slot: Array
+    keys: Any
+    values: Any
+    bias: Any
+    slot: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

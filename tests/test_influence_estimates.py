@@ -7,6 +7,8 @@ import pandas as pd
 import pytest
 from test_influence_experiment import COMMON, child, finished, home, sources  # noqa: F401
 
+from jaxablate.curves import influence_curves
+
 
 def per_document(out):
     """Δ log-perplexity [configuration, document], the baseline and the full cache left out."""
@@ -60,12 +62,48 @@ def test_what_estimated_rows_say(second_order):
     assert (rows.block_nll[~estimated].map(len) > 0).all()
     curves = pd.read_csv(out / "curves.csv")
     assert curves.delta_log_ppl.notna().all()
-    assert curves.low.isna().equals(curves.estimator == "second_order")
+    assert curves.low[curves.estimator == "second_order"].isna().all()
     assert (curves.delta_log_ppl[curves.estimator == "exact"] == 0).all()
     assert curves.standard_error.notna().all()
     assert "201 backward passes a document" in answer.out
     assert "points      9 second_order, 3 exact" in answer.out
     assert (out / "figures" / "influence.png").stat().st_size > 5000
+
+
+def test_curves_of_some_estimated_points():
+    """Intervals for the exact points alone; the weakest estimator and the mean bound are shown."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for document in ("a", "b"):
+        base = rng.uniform(20, 40, 8)
+        for ratio in (None, 0.0, 0.1, 0.2):
+            blocks = base + (0 if ratio is None else rng.normal(size=8))
+            kind = "interpolated" if ratio == 0.1 or (ratio, document) == (0.2, "b") else "exact"
+            lines.append(
+                {
+                    "configuration": "baseline" if ratio is None else f"L0H0@{ratio:g}",
+                    "document": document,
+                    "question": "",
+                    "layer": None if ratio is None else 0,
+                    "kv_head": None if ratio is None else 0,
+                    "ratio": ratio,
+                    "keys_kept": 1,
+                    "estimator": kind,
+                    "bound": 0.0 if kind == "exact" else 0.002,
+                    "nll_sum": blocks.sum(),
+                    "scored_tokens": 128,
+                    "block_nll": blocks if kind == "exact" else np.empty(0),
+                }
+            )
+    rows = pd.DataFrame(lines)
+    curves = influence_curves(rows)
+    assert list(curves.estimator) == ["exact", "interpolated", "interpolated"]
+    np.testing.assert_allclose(curves.bound, [0, 0.002, 0.001])
+    assert list(curves.low.isna()) == [False, True, True]
+    for ratio, point in zip((0.0, 0.1, 0.2), curves.itertuples()):
+        sums = rows.nll_sum[rows.ratio == ratio].to_numpy() - rows.nll_sum[rows.ratio.isna()]
+        assert point.delta_log_ppl == pytest.approx(sums.mean() / 128)
+    assert curves.low[0] < curves.delta_log_ppl[0] < curves.high[0]
 
 
 @pytest.mark.parametrize("tolerance", [0.02, 0.001])
