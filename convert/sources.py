@@ -183,7 +183,8 @@ def _from_hub(name: str) -> Path:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     import huggingface_hub
 
-    skip = ["*/*"]  # subdirectories hold the weights again, in other formats
+    # Subdirectories and consolidated files hold the weights again, in other formats.
+    skip = ["*/*", "consolidated*"]
     try:
         wanted = [*_HUB_SMALL_FILES, "*.safetensors"]
         path = Path(huggingface_hub.snapshot_download(

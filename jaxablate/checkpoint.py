@@ -14,9 +14,11 @@ import ctypes
 import gc
 import hashlib
 import json
+import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,6 +49,10 @@ DTYPES = {
 # the processor time. So the few that are larger than the first number are cut into the second.
 UNCUT_BYTES = 2**28
 CHUNK_BYTES = 2**26
+
+# Orbax numbers its operations in a global counter that they look at again later: a load in one
+# thread makes a save in another lose files.
+_ORBAX_LOCK = threading.Lock()
 
 ShardingRule = Sharding | Callable[[str, tuple[int, ...]], Sharding]
 
@@ -321,13 +327,14 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def trim_memory() -> None:
+def trim_memory(collect: bool = True) -> None:
     """Give freed memory back to the system.
 
-    Orbax leaves arrays in reference cycles, and glibc keeps what its threads' buffers needed:
-    together they would hold several groups of weights.
+    Orbax leaves saved arrays in reference cycles (hence `collect`), and glibc keeps what its
+    threads' buffers needed: together they would hold several groups of weights.
     """
-    gc.collect()
+    if collect:
+        gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -361,8 +368,12 @@ def numpy_target(shape: Iterable[int], dtype: np.dtype) -> np.ndarray:
     return np.broadcast_to(np.zeros((), dtype), tuple(shape))
 
 
-def orbax_context(chunked: bool = False) -> Any:
-    """Orbax's settings; every process reads and writes for itself, without barriers."""
+@contextlib.contextmanager
+def orbax_context(chunked: bool = False) -> Iterator[None]:
+    """Orbax's settings; every process reads and writes for itself, without barriers.
+
+    Its log is silent meanwhile: it prints tracebacks of errors that are raised here anyway.
+    """
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
@@ -370,9 +381,20 @@ def orbax_context(chunked: bool = False) -> Any:
     context.multiprocessing.active_processes = {jax.process_index()}
     saving = context.array.saving
     saving.use_replica_parallel = False  # this process alone
+    saving.array_metadata_store = None  # for random keys; its directory is made too late at times
     saving.use_compression = False  # floating-point weights hardly compress
     if chunked:
         saving.storage_options.chunk_byte_size = CHUNK_BYTES
         saving.storage_options.shard_axes = (0,)
     saving.enable_write_sharding_file = False  # the target's sharding is always given
-    return context
+
+    def not_orbax(record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(not_orbax)
+    try:
+        with _ORBAX_LOCK, context:
+            yield
+    finally:
+        logger.removeFilter(not_orbax)

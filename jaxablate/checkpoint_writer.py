@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import uuid
@@ -151,8 +152,16 @@ class CheckpointWriter:
         size = sum(array.nbytes for array in arrays.values())
         chunked = any(array.nbytes > UNCUT_BYTES for array in arrays.values())
         arrays.clear()
-        with orbax_context(chunked):
-            ocp.save(directory, tree)
+        try:
+            with orbax_context(chunked):
+                ocp.save(directory, tree)
+        except (ValueError, OSError, RuntimeError) as error:  # a full disk comes as any of them
+            text = " ".join(str(error).split())
+            reason = re.search(r"([^:]+) \[os_error_code", text)
+            raise UserError(
+                f"{self.work.parent} cannot take the checkpoint: "
+                f"{reason[1].strip() if reason else text[:300]}"
+            ) from error
         del tree
         if size > SMALL_GROUP_BYTES:
             trim_memory()

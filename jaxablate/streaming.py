@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxablate.checkpoint import Checkpoint, ShardingRule, nested
+from jaxablate.checkpoint import Checkpoint, ShardingRule, nested, trim_memory
 from jaxablate.errors import UserError
 from jaxablate.model import Block, Norm, Unembedding
 from jaxablate.rope import rope_tables
@@ -67,7 +67,9 @@ class StreamedTransformer:
 
     def _read(self, layer: int) -> Block:
         params = self._checkpoint.load_block(layer, self._dtype, self._sharding)
-        return Block(self.config, jax.block_until_ready(params))
+        block = Block(self.config, jax.block_until_ready(params))
+        trim_memory(collect=False)
+        return block
 
     @property
     def head(self) -> Unembedding:

@@ -129,6 +129,22 @@ def test_streamed_blocks_are_freed(tmp_path):
         assert [ref() is not None for ref in alive] == [False] * layer + [True]
 
 
+def test_saving_beside_loading(saved, tmp_path):
+    """Orbax itself loses files when one thread loads while another one saves."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    params = random_params(saved.config)
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(saved.restore, progress=False) for _ in range(6)]
+        saves = [
+            pool.submit(save_checkpoint, tmp_path / f"again {i}", saved.config, params)
+            for i in range(6)
+        ]
+        assert {save.result().digest for save in saves} == {saved.digest}
+        for load in loads:
+            assert_same(load.result().to_params(), params)
+
+
 RESTORE_ON_DEVICES = """
 import sys, jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P

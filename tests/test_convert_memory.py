@@ -76,6 +76,31 @@ def test_a_model_of_half_a_gigabyte(tmp_path):
     shutil.rmtree(tmp_path / "ours")
 
 
+LIMITED = """
+import resource, signal, sys
+from convert.__main__ import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_disk_that_is_full(tmp_path):
+    """Files may have a megabyte: the third group does not fit. One line, and nothing is left."""
+    run(MAKE, "tiny", tmp_path / "hf", "mlp_dim=8000")
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "hf"), str(tmp_path / "ours")],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr[-2000:]
+    expected = f"error: {tmp_path} cannot take the checkpoint: File too large\n"
+    assert done.stderr == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 @pytest.mark.slow
 def test_a_model_of_8_billion_parameters(tmp_path):
     """Llama 3.1's shape, 16 GB in 4 shards: memory, and at least half the speed of a file copy."""

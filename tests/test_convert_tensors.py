@@ -201,7 +201,9 @@ def test_a_hub_name_is_fetched_without_the_repositorys_subdirectories(tmp_path, 
     checkpoint = convert.resolve("someone/some-model", tmp_path / "cache")
     assert checkpoint.path.name.startswith("someone_some-model-")
     assert checkpoint.provenance["source"] == "someone/some-model"
-    assert [(name, ignored) for name, _, ignored in asked] == [("someone/some-model", ["*/*"])]
+    assert [(name, ignored) for name, _, ignored in asked] == [
+        ("someone/some-model", ["*/*", "consolidated*"])
+    ]
     assert "*.safetensors" in asked[0][1]
 
 
