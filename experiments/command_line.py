@@ -281,7 +281,7 @@ def parse_ratios(text: str, name: str) -> list[float]:
     for ratio in ratios:
         if not 0 <= ratio <= 1:
             raise UserError(f"--{name}: {ratio:g} is out of range; ratios are 0 to 1")
-    return sorted(ratios)
+    return sorted({float(f"{ratio:g}") for ratio in ratios})  # six digits, as rows name them
 
 
 @dataclasses.dataclass(frozen=True)

@@ -176,6 +176,14 @@ def test_the_full_cache_is_the_plain_model_on_the_plain_text(finished, home):
         assert found.nll_sum.item() == pytest.approx(expected, rel=1e-6)
 
 
+def test_ratios_are_told_apart_by_six_digits(child, home, tmp_path):
+    flags = ("--ratios=0.1234567,0.12345668,0.3:0.5:0.1,0.4", f"--out={tmp_path / 'out'}")
+    answer = child.run(*sources(home), *COMMON, "--heads=L1H0", *flags)
+    assert answer.code == 0, answer.err
+    curves = pd.read_csv(tmp_path / "out" / "curves.csv")
+    assert list(curves.ratio) == [0.123457, 0.3, 0.4, 0.5]
+
+
 # Again, elsewhere, interrupted, in shares
 
 
