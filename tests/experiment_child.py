@@ -23,6 +23,7 @@ from experiments import command_line
 
 def main() -> None:
     module = importlib.import_module(sys.argv[1])
+    getattr(module, "define_flags", lambda: None)()
     warnings.simplefilter("error")
     answers = sys.stdout
     for line in sys.stdin:
