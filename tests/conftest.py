@@ -6,10 +6,10 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from pathlib import Path  # noqa: E402
+from pathlib import Path
 
-import pytest  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
+import pytest
+from jaxtyping import install_import_hook
 
 # Shapes in annotations are checked at run time, in the tests only.
 _hook = install_import_hook("jaxablate", "beartype.beartype")
