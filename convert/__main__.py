@@ -11,8 +11,9 @@ import jax
 
 from convert import REGISTERED, convert, open_source, parity, resolve
 from convert.export import export_hf
-from jaxablate.checkpoint import DTYPES, Checkpoint, is_checkpoint, open_checkpoint
+from jaxablate.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from jaxablate.errors import UserError
+from jaxablate.stored_arrays import DTYPES
 
 DESCRIPTION = f"""\
 Convert a language model into a jaxablate checkpoint, compare it with PyTorch, or write it back.

@@ -16,16 +16,16 @@ from convert import llama, neox
 from convert.config_json import one_line
 from convert.layouts import Rule, check_covers, source_shape, views
 from convert.sources import Source
-from jaxablate.checkpoint import DTYPES, Checkpoint, group_of, open_checkpoint
+from jaxablate.checkpoint import Checkpoint, group_of, open_checkpoint
 from jaxablate.checkpoint_writer import (
     LARGE_GROUP_BYTES,
     CheckpointWriter,
-    aligned_empty,
     new_checkpoint,
     writing_lock,
 )
 from jaxablate.config import TransformerConfig, param_shapes
 from jaxablate.errors import UserError
+from jaxablate.stored_arrays import DTYPES, aligned_empty
 
 FAMILIES: dict[str, ModuleType] = {
     **dict.fromkeys(llama.MODEL_TYPES, llama),

@@ -14,9 +14,10 @@ import numpy as np
 from convert.conversion import bits, family_of
 from convert.layouts import Rule, source_shape, views
 from convert.safetensors_files import INDEX_NAME, SINGLE_NAME, write_file
-from jaxablate.checkpoint import DTYPES, Checkpoint, flattened
+from jaxablate.checkpoint import Checkpoint, flattened
 from jaxablate.config import TransformerConfig, param_shapes
 from jaxablate.errors import UserError
+from jaxablate.stored_arrays import DTYPES
 
 SHARD_BYTES = 5 * 10**9  # what the hub's own tools cut at
 # Attributes of the original config.json that are kept: they concern generation and training only.

@@ -9,21 +9,15 @@
 A checkpoint is finished or absent: it is written beside its place, verified, and renamed.
 """
 
-import contextlib
-import ctypes
-import gc
 import hashlib
 import json
-import logging
 import math
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from tqdm import tqdm
@@ -31,6 +25,7 @@ from tqdm import tqdm
 from jaxablate.config import TransformerConfig, param_shapes
 from jaxablate.errors import UserError
 from jaxablate.model import Transformer
+from jaxablate.stored_arrays import DTYPES, Leaf, load_arrays, numpy_target, verify_group
 
 if TYPE_CHECKING:
     from jaxablate.streaming import StreamedTransformer
@@ -40,29 +35,8 @@ FORMAT_VERSION = 1
 METADATA_NAME = "checkpoint.json"
 WEIGHTS_NAME = "weights"
 TOKENIZER_NAME = "tokenizer"
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
-# Reading a parameter needs twice its size unless it is stored in chunks; chunks cost four times
-# the processor time. So the few that are larger than the first number are cut into the second.
-UNCUT_BYTES = 2**28
-CHUNK_BYTES = 2**26
-
-# Orbax numbers its operations in a global counter that they look at again later: a load in one
-# thread makes a save in another lose files.
-_ORBAX_LOCK = threading.Lock()
 
 ShardingRule = Sharding | Callable[[str, tuple[int, ...]], Sharding]
-
-
-class Leaf(NamedTuple):
-    """What is known of a stored parameter: dtype, shape, and sha256 of its bytes in C order."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    sha256: str
 
 
 class Checkpoint:
@@ -202,45 +176,6 @@ class Checkpoint:
         return load_arrays(self.path / WEIGHTS_NAME / group, stored, targets)
 
 
-def load_arrays(
-    directory: Path, stored: Iterable[str], targets: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Read some of the parameters that are `stored` in one group into arrays like `targets`.
-
-    Raises:
-      UserError: the group's files are damaged.
-    """
-    from orbax.checkpoint import v1 as ocp
-
-    tree = {path.replace("/", "."): targets.get(path, ocp.PLACEHOLDER) for path in stored}
-    try:
-        with orbax_context():
-            loaded = ocp.load(directory, tree)
-    except (ValueError, OSError, KeyError) as error:
-        message = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"{directory} cannot be read: {message}; delete the checkpoint and convert again"
-        ) from error
-    return {path: loaded[path.replace("/", ".")] for path in targets}
-
-
-def verify_group(directory: Path, leaves: Mapping[str, Leaf]) -> None:
-    """Read the parameters of one group and compare them with their sha256.
-
-    Raises:
-      UserError: one is damaged; the message names it.
-    """
-    for path, leaf in leaves.items():
-        # One at a time, so that checking needs little memory.
-        targets = {path: numpy_target(leaf.shape, leaf.dtype)}
-        array = load_arrays(directory, leaves, targets)[path]
-        if array_sha256(array) != leaf.sha256:
-            raise UserError(
-                f"{directory} is damaged: {path} does not have its digest; "
-                "delete the checkpoint and convert again"
-            )
-
-
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a finished checkpoint; its files' sizes are checked, its weights are not read.
 
@@ -327,23 +262,6 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def trim_memory(collect: bool = True) -> None:
-    """Give freed memory back to the system.
-
-    Orbax leaves saved arrays in reference cycles (hence `collect`), and glibc keeps what its
-    threads' buffers needed: together they would hold several groups of weights.
-    """
-    if collect:
-        gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def array_sha256(array: np.ndarray) -> str:
-    """Of the array's bytes in C order."""
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
-
-
 def weights_digest(config: Mapping[str, Any], leaves: Mapping[str, Leaf]) -> str:
     """sha256 over the configuration and every leaf's dtype, shape and own digest."""
     described = {path: [leaf.dtype.name, *leaf.shape, leaf.sha256] for path, leaf in leaves.items()}
@@ -361,40 +279,3 @@ def _check_leaves(checkpoint: Checkpoint) -> None:
             f"{checkpoint.path} is damaged: its parameters are not those of its "
             f"configuration, for example {wrong[0]}; convert again"
         )
-
-
-def numpy_target(shape: Iterable[int], dtype: np.dtype) -> np.ndarray:
-    # Orbax takes the type of the target: a numpy array of zero strides stands for one of `shape`.
-    return np.broadcast_to(np.zeros((), dtype), tuple(shape))
-
-
-@contextlib.contextmanager
-def orbax_context(chunked: bool = False) -> Iterator[None]:
-    """Orbax's settings; every process reads and writes for itself, without barriers.
-
-    Its log is silent meanwhile: it prints tracebacks of errors that are raised here anyway.
-    """
-    from orbax.checkpoint import v1 as ocp
-
-    context = ocp.Context()
-    context.multiprocessing.primary_host = jax.process_index()
-    context.multiprocessing.active_processes = {jax.process_index()}
-    saving = context.array.saving
-    saving.use_replica_parallel = False  # this process alone
-    saving.array_metadata_store = None  # for random keys; its directory is made too late at times
-    saving.use_compression = False  # floating-point weights hardly compress
-    if chunked:
-        saving.storage_options.chunk_byte_size = CHUNK_BYTES
-        saving.storage_options.shard_axes = (0,)
-    saving.enable_write_sharding_file = False  # the target's sharding is always given
-
-    def not_orbax(record: logging.LogRecord) -> bool:
-        return "orbax" not in record.pathname
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(not_orbax)
-    try:
-        with _ORBAX_LOCK, context:
-            yield
-    finally:
-        logger.removeFilter(not_orbax)

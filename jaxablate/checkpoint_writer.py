@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import json
 import os
-import re
 import shutil
 import sys
 import uuid
@@ -12,45 +11,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxablate.checkpoint import (
-    DTYPES,
     FORMAT,
     FORMAT_VERSION,
     METADATA_NAME,
     TOKENIZER_NAME,
-    UNCUT_BYTES,
     WEIGHTS_NAME,
     Checkpoint,
-    Leaf,
-    array_sha256,
     flattened,
     group_of,
     groups_of,
     open_checkpoint,
-    orbax_context,
-    trim_memory,
-    verify_group,
     weights_digest,
 )
 from jaxablate.config import TransformerConfig, param_shapes
 from jaxablate.errors import UserError
+from jaxablate.stored_arrays import DTYPES, Leaf, save_arrays, verify_group
 
 # Larger groups (an embedding) are not held beside another group.
 LARGE_GROUP_BYTES = 2**29
-# Smaller ones are not worth the time of a garbage collection.
-SMALL_GROUP_BYTES = 2**24
-_ALIGNMENT = 64  # of arrays that JAX uses in place
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that JAX, and so Orbax, takes without a copy on the CPU."""
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    buffer = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + size].view(dtype).reshape(shape)
 
 
 @contextlib.contextmanager
@@ -140,31 +121,8 @@ class CheckpointWriter:
         self._executor.shutdown(wait=True)
 
     def _save(self, arrays: dict[str, np.ndarray]) -> None:
-        from orbax.checkpoint import v1 as ocp
-
-        leaves = {
-            path: Leaf(array.dtype, array.shape, array_sha256(array))
-            for path, array in arrays.items()
-        }
         directory = self.work / WEIGHTS_NAME / group_of(next(iter(arrays)))
-        directory.parent.mkdir(exist_ok=True)
-        tree = {path.replace("/", "."): _in_place(array) for path, array in arrays.items()}
-        size = sum(array.nbytes for array in arrays.values())
-        chunked = any(array.nbytes > UNCUT_BYTES for array in arrays.values())
-        arrays.clear()
-        try:
-            with orbax_context(chunked):
-                ocp.save(directory, tree)
-        except (ValueError, OSError, RuntimeError) as error:  # a full disk comes as any of them
-            text = " ".join(str(error).split())
-            reason = re.search(r"([^:]+) \[os_error_code", text)
-            raise UserError(
-                f"{self.work.parent} cannot take the checkpoint: "
-                f"{reason[1].strip() if reason else text[:300]}"
-            ) from error
-        del tree
-        if size > SMALL_GROUP_BYTES:
-            trim_memory()
+        leaves = save_arrays(directory, arrays)
         _sync_tree(directory)
         verify_group(directory, leaves)
         self.leaves |= leaves
@@ -252,14 +210,6 @@ def save_checkpoint(
         if tokenizer_dir is not None:
             shutil.copytree(tokenizer_dir, writer.tokenizer_dir)
     return open_checkpoint(path)
-
-
-def _in_place(array: np.ndarray) -> Any:
-    """The array as JAX's, without a copy where it is aligned: Orbax copies numpy arrays."""
-    try:
-        return jax.device_put(array, jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # a process restricted to an accelerator has no CPU backend
-        return array
 
 
 def _sync_tree(directory: Path) -> None:

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxablate.checkpoint import Checkpoint, ShardingRule, nested, trim_memory
+from jaxablate.checkpoint import Checkpoint, ShardingRule, nested
 from jaxablate.errors import UserError
 from jaxablate.model import Block, Norm, Unembedding
 from jaxablate.rope import rope_tables
+from jaxablate.stored_arrays import trim_memory
 
 
 class StreamedTransformer:

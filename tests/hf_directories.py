@@ -62,7 +62,7 @@ def write_sharded(directory: Path, weights: Mapping[str, np.ndarray]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIG))
     names = sorted(weights)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate((names[::2], names[1::2]), 1):
         file = f"model-{number:05}-of-00002.safetensors"
         save_file({name: weights[name] for name in part}, directory / file, {"format": "pt"})

@@ -27,13 +27,13 @@ from jaxablate.checkpoint import (
     open_checkpoint,
 )
 from jaxablate.checkpoint_writer import (
-    aligned_empty,
     new_checkpoint,
     save_checkpoint,
     writing_lock,
 )
 from jaxablate.config import param_shapes
 from jaxablate.errors import UserError
+from jaxablate.stored_arrays import aligned_empty
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -302,12 +302,12 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
 
 def test_weights_that_reach_the_disk_changed_are_noticed(tmp_path, monkeypatch):
     """orbax #605: a save that "succeeded" had a partial file."""
-    from jaxablate import checkpoint_writer
+    from jaxablate import stored_arrays
 
     def save_other(array):
         return jnp.asarray(array) * 2
 
-    monkeypatch.setattr(checkpoint_writer, "_in_place", save_other)
+    monkeypatch.setattr(stored_arrays, "_in_place", save_other)
     config = tiny.llama_config(num_layers=1)
     with pytest.raises(UserError, match="does not have its digest"):
         save_checkpoint(tmp_path / "ours", config, random_params(config))
