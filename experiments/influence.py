@@ -62,6 +62,7 @@ def main() -> None:
     settings = article_cases.settings() | estimation.settings()
     points = _points(loaded.config)
     cases = article_cases.read(loaded)
+    plan = _plan(cases, points, loaded.config.num_layers)
     with hosts.open_run(
         FLAGS.out,
         experiment="influence",
@@ -73,7 +74,6 @@ def main() -> None:
         device=device.description,
         shard=command_line.shard(),
     ) as run:
-        plan = _plan(cases, points, loaded.config.num_layers)
         run.plan([part for parts in plan.values() for part in parts])
         if run.complete():
             say(f"the result is there already: {run.out / 'rows.parquet'}; drawing it again")

@@ -98,6 +98,8 @@ def _iterate(spec: str, limit: int | None) -> Iterator[Document]:
         return
     if "\0" in spec:
         raise UserError(f"--text: {spec!a} is no path: it holds a NUL character")
+    if not spec.strip():  # pathlib takes it for the working directory
+        raise UserError(f"--text is empty; name a text file, a folder of them, or {PYDOC}")
     path = pathlib.Path(spec).expanduser()
     try:
         if path.is_dir():

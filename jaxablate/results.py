@@ -78,6 +78,8 @@ class Run:
         label: str = "",
         unit: str = "configurations",
     ):
+        if not str(out).strip():  # an unset variable of a script; pathlib takes it for "."
+            raise UserError("--out is empty; name a directory for the results")
         self.out = Path(out).expanduser().resolve()
         self.shard = shard
         self.schema = rows.RowSchema.declare(columns or {}, scored)
