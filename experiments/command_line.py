@@ -4,6 +4,7 @@ A user's mistake ends in one line on standard error and exit code 1. A bare flag
 for in the working directory, then in experiments/flags/.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -300,6 +301,7 @@ def find_device() -> Device:
     """
     import jax
 
+    _keep_compilations()
     if flags.FLAGS.distributed:
         from jaxablate import hosts
 
@@ -321,6 +323,33 @@ def find_device() -> Device:
         )
     say(f"device      {description}, JAX {jax.__version__}")
     return Device(kind, description)
+
+
+def _keep_compilations() -> None:
+    """Let JAX keep compiled code in the cache directory: the next run starts seconds earlier.
+
+    A directory per processor, since compiled code of one may not run on another. What the
+    environment says about JAX's cache goes first.
+    """
+    import hashlib
+
+    import jax
+
+    import convert
+
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    with contextlib.suppress(OSError):
+        about = platform.processor() + platform.machine()
+        about += "".join(
+            line for line in Path("/proc/cpuinfo").read_text().splitlines()[:30] if "flags" in line
+        )
+        name = f"xla-{jax.__version__}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
+        directory = convert.cache_directory() / name
+        directory.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 class LoadedModel:
