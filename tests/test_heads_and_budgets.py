@@ -8,7 +8,7 @@ import pytest
 from test_influence_experiment import ARTICLE, CONFIG, SCORED, Child, home, refused, sources
 
 from jaxablate import budgets, scoring
-from jaxablate.checkpoint import open_checkpoint
+from jaxablate.checkpoint import is_checkpoint, open_checkpoint
 from jaxablate.edits import head_mask
 from jaxablate.problem import Problem
 from jaxablate.sweep import sweep
@@ -28,7 +28,8 @@ def heads(home):
 
 def model_and_problem(home) -> tuple:
     """The converted model, and the first document as one problem."""
-    checkpoint = open_checkpoint(next(path for path in (home / "cache").iterdir() if path.is_dir()))
+    (path,) = filter(is_checkpoint, (home / "cache").iterdir())
+    checkpoint = open_checkpoint(path)
     document = read_documents(str(home / "texts"), limit=1)[0]
     tokenizer = load_tokenizer(checkpoint.tokenizer_dir)
     (batch,) = text_batches(document, tokenizer, seq_len=32, max_tokens=120)
