@@ -262,3 +262,19 @@ def test_tokenizer_files_come_along(tmp_path):
     checkpoint = converted(directory, tmp_path / "ours")
     names = {path.name for path in checkpoint.tokenizer_dir.iterdir()}
     assert names == {"tokenizer.json", "chat_template.jinja"}
+
+
+def test_in_a_program_of_several_processes_a_process_of_its_own_converts(tmp_path, monkeypatch):
+    """Orbax would wait for the other processes of the program."""
+    import jax
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    directory = hf.write(tmp_path / "hf", hf.tensors())
+    found = convert.resolve(str(directory), tmp_path / "cache", "bfloat16")
+    expected = converted(directory, tmp_path / "ours", "bfloat16")
+    assert found.digest == expected.digest
+    weights = hf.tensors()
+    weights["model.norm.weight"][0] = np.nan
+    hf.write(directory, weights)
+    with pytest.raises(UserError, match="could not be converted"):
+        convert.resolve(str(directory), tmp_path / "cache")
