@@ -268,10 +268,10 @@ def test_in_a_program_of_several_processes_a_process_of_its_own_converts(tmp_pat
     """Orbax would wait for the other processes of the program."""
     import jax
 
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
     directory = hf.write(tmp_path / "hf", hf.tensors())
-    found = convert.resolve(str(directory), tmp_path / "cache", "bfloat16")
     expected = converted(directory, tmp_path / "ours", "bfloat16")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    found = convert.resolve(str(directory), tmp_path / "cache", "bfloat16")
     assert found.digest == expected.digest
     weights = hf.tensors()
     weights["model.norm.weight"][0] = np.nan
