@@ -200,7 +200,9 @@ def _table(frame: pd.DataFrame, leading: list[str]) -> str:
     for name, words in (("delta", "ΔPPL"), ("delta_log", "Δ log PPL")):
         shown[words] = frame[name].map("{:.4g}".format)
         ends = zip(frame[f"{name}_low"], frame[f"{name}_high"])
-        shown[f"{words} range"] = [f"[{low:.4g}, {high:.4g}]" for low, high in ends]
+        shown[f"{words} range"] = [
+            f"[{low:.4g}, {high:.4g}]" if low == low else "too few windows" for low, high in ends
+        ]
     if "range" in frame:
         shown["range is"] = frame["range"]
     return shown.to_string(index=False)
