@@ -11,6 +11,8 @@ from jaxtyping import Array, Float
 # Queries of one sequence that are scored at a time: they need no keys after their tile's end, and
 # their scores stay in a processor's cache. Long sequences get longer tiles, never more than 16.
 _TILE, _MOST_TILES = 256, 16
+# Scores that an accelerator keeps at a time.
+_ACCELERATOR_BYTES = 4 << 30
 
 
 class LayerPrefix(NamedTuple):
@@ -38,15 +40,31 @@ def attend(
     """
     states, batch, length, heads, size = q.shape
     merged = [array.reshape(states * batch, length, -1, size) for array in (q, k, v)]
-    out = for_each(lambda each: attend_one(each[0], each[1], each[2], prefix), tuple(merged))
+    seen = length + (0 if prefix is None else prefix.bias.shape[1])
+    scores = 4 * heads * _tile(length) * seen
+    out = for_each(
+        lambda each: attend_one(each[0], each[1], each[2], prefix),
+        tuple(merged),
+        at_once=max(1, _ACCELERATOR_BYTES // scores),
+    )
     return out.reshape(states, batch, length, heads, size)
 
 
-def for_each(function: Callable[[Any], Any], arrays: Any) -> Any:
-    """Apply to every leading index: in a loop on a CPU, side by side on an accelerator."""
+def for_each(function: Callable[[Any], Any], arrays: Any, at_once: int | None = None) -> Any:
+    """Apply to every leading index: in a loop on a CPU, side by side on an accelerator.
+
+    Args:
+      at_once: on an accelerator, at most so many side by side.
+    """
     if jax.default_backend() == "cpu":
         return jax.lax.map(function, arrays)
+    if at_once is not None and at_once < len(jax.tree.leaves(arrays)[0]):
+        return jax.lax.map(function, arrays, batch_size=at_once)
     return jax.vmap(function)(arrays)
+
+
+def _tile(length: int) -> int:
+    return max(_TILE, -(-length // _MOST_TILES))
 
 
 def attend_one(
@@ -68,7 +86,7 @@ def attend_one(
         keys = jnp.concatenate([prefix.keys.astype(k.dtype), keys], axis=1)
         values = jnp.concatenate([prefix.values.astype(v.dtype), values], axis=1)
     tiles = []
-    tile = max(_TILE, -(-length // _MOST_TILES))
+    tile = _tile(length)
     for start in range(0, length, tile):
         stop = min(start + tile, length)
         mask = _causal_bias(start, stop, before)
