@@ -28,7 +28,7 @@ from jaxablate.edits import (
 )
 from jaxablate.errors import UserError
 from jaxablate.model import Transformer
-from jaxablate.plan import plan_sweep
+from jaxablate.plan import plan_sweep, split_waves
 from jaxablate.problem import Problem
 from jaxablate.sweep import NonFiniteError, Sweep, SweepOptions, sweep
 from jaxablate.windows import Batch
@@ -247,9 +247,12 @@ def test_streamed_weights_equal_resident_ones(llama, tmp_path):
     few = [thirteen(config)[i] for i in (0, 2, 4, 11)]
     options = states_at_once(problem, 1)
     resident = sweep(model, problem, few, options)
-    streamed = sweep(checkpoint.stream(), problem, few, options)
-    np.testing.assert_array_equal(streamed[0], resident[0])
-    np.testing.assert_array_equal(streamed[1], resident[1])
+    engine = Sweep(checkpoint.stream(), problem, options)
+    np.testing.assert_array_equal(engine.baseline_nll, resident[0])
+    np.testing.assert_array_equal(engine.run(few), resident[1])
+    # Blocks out of turn: the one that is being read ahead is not the one that is wanted.
+    for index in (3, 0):
+        np.testing.assert_array_equal(engine.run([few[index]])[0], resident[1][index])
 
 
 # What it costs
@@ -348,6 +351,15 @@ def test_the_plan_counts_distinct_prefixes_of_edits(chosen):
                 expected.add((layer, prefix))
     plan = plan_sweep(configurations, 5, 1000)
     assert plan.block_evaluations == len(expected)
+
+
+@given(order=st.permutations(range(17)), most=st.integers(1, 20))
+@settings(max_examples=50, deadline=None)
+def test_waves_take_every_configuration_once_and_hold_no_more_than_allowed(order, most):
+    waves = split_waves(order, most)
+    assert [index for wave in waves for index in wave] == order
+    assert max(map(len, waves)) <= most
+    assert len(waves) == -(-17 // most)
 
 
 @pytest.mark.parametrize("states", [1, 4])
