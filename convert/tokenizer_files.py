@@ -1,6 +1,7 @@
 """The tokenizer that belongs to a model: its files, copied or made from a GGUF file's metadata."""
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,10 +50,8 @@ def from_gguf(path: Path, metadata: Mapping[str, Any], dest: Path) -> None:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list):
         return
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        tokenizer = _tokenizer_of(metadata)
     except Exception as error:  # made from a stranger's metadata: anything may come
         raise UserError(
             f"the tokenizer in {path} cannot be read: "
@@ -68,6 +67,31 @@ def from_gguf(path: Path, metadata: Mapping[str, Any], dest: Path) -> None:
     dest.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(str(dest))
     _check_ids(dest, metadata)
+
+
+def _tokenizer_of(metadata: Mapping[str, Any]) -> Any:
+    """The tokenizer that metadata describe.
+
+    transformers' own way from a GGUF file reads the file with PyTorch; its builder does not need
+    it, so it gets the metadata that we read.
+    """
+    # It would advise to install PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        GGUF_TOKENIZER_MAPPING,
+        convert_gguf_tokenizer,
+    )
+
+    names = GGUF_TOKENIZER_MAPPING["tokenizer"]
+    found = {
+        name: metadata[f"tokenizer.{key}"]
+        for key, name in names.items()
+        if f"tokenizer.{key}" in metadata
+    }
+    backend, _ = convert_gguf_tokenizer(metadata["general.architecture"], found)
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", found.get("tokenizer_type") == "llama")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, add_bos_token=bool(adds_bos))
 
 
 def _check_ids(directory: Path, metadata: Mapping[str, Any]) -> None:
