@@ -21,7 +21,7 @@ def define_flags() -> None:
         "exact: run the model for every point. first_order: all points from one backward pass a "
         "document. second_order: with the loss's curvature from --draws more passes.",
     )
-    flags.DEFINE_integer("draws", 32, "Backward passes of second_order.", lower_bound=1)
+    flags.DEFINE_integer("draws", 16, "Backward passes of second_order.", lower_bound=1)
     flags.DEFINE_float(
         "tolerance",
         None,

@@ -165,6 +165,8 @@ def _compute(run, loaded, cases, points, plan, device_kind: str) -> None:
             # depend on where an earlier run stopped.
             heads = {by_key[key].head for key in todo if key in by_key}
             wanted = [point for point in points if point.head in heads]
+            if estimation.estimator() != "exact":
+                wanted = list(points)  # estimates share what they learn of the draws
             case = by_document[document]
             document_sweep = DocumentSweep(loaded, case, wanted, device_kind, run)
         run.write(part, document_sweep.rows(part, by_key))

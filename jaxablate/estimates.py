@@ -37,7 +37,7 @@ def estimate(
     engine: Sweep,
     configurations: Sequence[Configuration],
     estimator: str,
-    draws: int = 32,
+    draws: int = 16,
     seed: int = 0,
 ) -> Estimates:
     """Estimate configurations by one of ESTIMATORS but `exact`.
@@ -55,9 +55,10 @@ def estimate(
     scores = Gradients(engine, draws, seed).run(configurations)
     if not draws:
         return Estimates(scores.loss, np.abs(scores.loss).mean(axis=1))
-    term = (scores.fisher / scored_tokens(engine)).mean(axis=1)
+    curvature = scores.pooled_fisher
+    term = (curvature / scored_tokens(engine)).mean(axis=1)
     errors = np.sqrt(_NETWORK_SHARE * term) + _DRAWN_SHARE * term
-    return Estimates(scores.loss + scores.fisher, errors)
+    return Estimates(scores.loss + curvature, errors)
 
 
 def scored_tokens(engine: Sweep) -> Int[np.ndarray, "B"]:

@@ -150,13 +150,18 @@ def test_gates_have_pytorchs_gradient(pair):
     (nll * torch.from_numpy(batch.scored)).sum().backward()
     expected = np.stack([-gates.grad[layer, :, head].numpy() for layer, head in singles])
     np.testing.assert_allclose(estimate.loss, expected, rtol=1e-4, atol=1e-4)
-    assert estimate.drawn.shape == (len(singles), 0, ROWS, 1)
+    assert estimate.drawn.shape == (len(singles), 0, ROWS)
 
 
 @pytest.fixture(scope="module", params=["llama", "neox"])
 def config(request):
     shape = {"num_layers": 3}
     return tiny.llama_config(**shape) if request.param == "llama" else tiny.neox_config(**shape)
+
+
+@pytest.fixture(scope="module")
+def engine(config):
+    return Sweep(tiny.random_model(config), make_problem(config))
 
 
 def kept_everywhere(config):
@@ -206,8 +211,7 @@ def test_removals_are_the_change_after_the_block(config):
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_edits_add_up_and_repeat(config):
-    engine = Sweep(tiny.random_model(config), make_problem(config))
+def test_edits_add_up_and_repeat(config, engine):
     gates = tuple(np.linspace(-1, 1, config.num_heads))
     singles = [
         edits.keep_keys({(0, 1): 4}),
@@ -279,11 +283,15 @@ def exact_gauss_newton(engine: Sweep, configurations) -> np.ndarray:
     return np.stack(found)
 
 
-def test_fisher_term_is_the_gauss_newton_term(config):
-    engine = Sweep(tiny.random_model(config), make_problem(config))
-    last = config.num_layers - 1
-    chosen = [edits.keep_keys({(last, 0): n}) for n in COUNTS]
-    exact = exact_gauss_newton(engine, chosen)
+@pytest.fixture(scope="module")
+def curvature(config, engine):
+    """Edits of the last layer and their Gauss-Newton terms."""
+    chosen = [edits.keep_keys({(config.num_layers - 1, 0): n}) for n in COUNTS]
+    return chosen, exact_gauss_newton(engine, chosen)
+
+
+def test_fisher_term_is_the_gauss_newton_term(engine, curvature):
+    chosen, exact = curvature
     draws = 4000
     found = first_order.Gradients(engine, draws=draws, seed=1).run(chosen)
     # The relative error of a mean of squares of (nearly normal) numbers is √(2/E): 2.2 %.
@@ -291,12 +299,10 @@ def test_fisher_term_is_the_gauss_newton_term(config):
     assert exact.min() > 1e-4
 
 
-def test_fisher_term_is_unbiased(config):
+def test_fisher_term_is_unbiased(engine, curvature):
     """Few draws, many seeds: the mean over seeds stays within its standard error of the truth."""
-    engine = Sweep(tiny.random_model(config), make_problem(config))
-    chosen = [edits.keep_keys({(config.num_layers - 1, 0): n}) for n in COUNTS]
-    exact = exact_gauss_newton(engine, chosen)
-    seeds = 300
+    chosen, exact = curvature
+    seeds = 100
     runs = np.stack(
         [
             first_order.Gradients(engine, draws=2, seed=seed).run(chosen).fisher
@@ -305,7 +311,21 @@ def test_fisher_term_is_unbiased(config):
     )
     error = runs.std(axis=0, ddof=1) / np.sqrt(seeds)
     assert (np.abs(runs.mean(axis=0) - exact) < 4 * error).all()
-    assert (error < 0.15 * exact).all()
+    assert (error < 0.25 * exact).all()
+
+
+def test_pooled_term_is_nearer_to_the_truth(engine, curvature):
+    """At the last layer positions do not mix, so that nothing but noise is left out."""
+    chosen, exact = curvature
+    runs = [first_order.Gradients(engine, draws=8, seed=seed).run(chosen) for seed in range(40)]
+    errors = [
+        np.stack([term(run) for run in runs]) / exact - 1
+        for term in (lambda run: run.fisher, lambda run: run.pooled_fisher)
+    ]
+    spread = [np.sqrt(np.mean(np.square(error))) for error in errors]
+    print("relative errors", spread)
+    assert spread[1] < 0.8 * spread[0]
+    assert np.abs(errors[1].mean(axis=0)).max() < 0.3
 
 
 def test_labels_are_drawn_from_the_distribution():
@@ -329,12 +349,11 @@ def test_labels_are_drawn_from_the_distribution():
 # What cannot be estimated
 
 
-def test_refusals(config):
-    engine = Sweep(tiny.random_model(config), make_problem(config))
+def test_refusals(engine):
     mixed = edits.LayerEdit(kept_keys=((0, 4),), remove_mlp=True)
     with pytest.raises(UserError, match="several ways"):
         first_order.Gradients(engine).run([edits.Configuration(((1, mixed),))])
     with pytest.raises(UserError, match="layers are 0 to 2"):
         first_order.Gradients(engine).run([edits.remove_blocks([3])])
-    with pytest.raises(UserError, match="at least 0 and 1"):
+    with pytest.raises(UserError, match="at least 0"):
         first_order.Gradients(engine, draws=-1)
