@@ -25,7 +25,7 @@ from tqdm import tqdm
 from jaxablate.config import TransformerConfig, param_shapes
 from jaxablate.errors import UserError
 from jaxablate.model import Transformer
-from jaxablate.stored_arrays import DTYPES, Leaf, load_arrays, numpy_target, verify_group
+from jaxablate.stored_arrays import DTYPES, Leaf, load_arrays, verify_group
 
 if TYPE_CHECKING:
     from jaxablate.streaming import StreamedTransformer
@@ -58,7 +58,9 @@ class Checkpoint:
         self.digest: str = metadata["digest"]
         self.provenance: dict[str, Any] = metadata["provenance"]
         self.leaves = {
-            name: Leaf(DTYPES[leaf["dtype"]], tuple(leaf["shape"]), leaf["sha256"])
+            name: Leaf(
+                DTYPES[leaf["dtype"]], tuple(leaf["shape"]), leaf["sha256"], leaf.get("parts", 1)
+            )
             for name, leaf in metadata["leaves"].items()
         }
         tokenizer = path / TOKENIZER_NAME
@@ -84,15 +86,13 @@ class Checkpoint:
                 f"{next(iter(self.leaves))!r}"
             )
         leaf = self.leaves[path]
-        return self._load(group_of(path), {path: numpy_target(leaf.shape, leaf.dtype)})[path]
+        return self._load(group_of(path), {path: leaf.dtype})[path]
 
     def read_block(self, layer: int) -> dict[str, Any]:
         """The parameters of one block as a nested dict of numpy arrays, as stored."""
         prefix = self._block_prefix(layer)
         targets = {
-            path: numpy_target(leaf.shape, leaf.dtype)
-            for path, leaf in self.leaves.items()
-            if path.startswith(prefix)
+            path: leaf.dtype for path, leaf in self.leaves.items() if path.startswith(prefix)
         }
         loaded = self._load(group_of(prefix), targets)
         return nested({path[len(prefix) :]: array for path, array in loaded.items()})
@@ -172,8 +172,8 @@ class Checkpoint:
         return f"blocks/{layer}/"
 
     def _load(self, group: str, targets: Mapping[str, Any]) -> dict[str, Any]:
-        stored = [path for path in self.leaves if group_of(path) == group]
-        return load_arrays(self.path / WEIGHTS_NAME / group, stored, targets)
+        leaves = {path: leaf for path, leaf in self.leaves.items() if group_of(path) == group}
+        return load_arrays(self.path / WEIGHTS_NAME / group, leaves, targets)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

@@ -95,13 +95,7 @@ class CheckpointWriter:
         The dict is emptied: its arrays are freed as soon as they are on the disk. An error of the
         group before is raised here.
         """
-        shapes = param_shapes(self.config)
-        for path, array in arrays.items():
-            if array.shape != shapes.get(path) or array.dtype.name not in DTYPES:
-                raise ValueError(
-                    f"parameter {path} is {array.dtype} {array.shape}; "
-                    f"{shapes.get(path)} of {', '.join(DTYPES)} is required"
-                )
+        _require_parameters(self.config, arrays)
         self.wait()
         taken = dict(arrays)
         arrays.clear()
@@ -146,14 +140,24 @@ class CheckpointWriter:
             "provenance": self.provenance,
             "files": files,
             "leaves": {
-                path: {"dtype": leaf.dtype.name, "shape": leaf.shape, "sha256": leaf.sha256}
-                for path, leaf in ordered.items()
+                path: leaf._asdict() | {"dtype": leaf.dtype.name} for path, leaf in ordered.items()
             },
         }
         text = json.dumps(metadata, indent=1) + "\n"
         (self.work / METADATA_NAME).write_text(text)
         _sync_tree(self.work)
         open_checkpoint(self.work)
+
+
+def _require_parameters(config: TransformerConfig, arrays: Mapping[str, np.ndarray]) -> None:
+    # A function of its own, so that no variable holds an array beyond it.
+    shapes = param_shapes(config)
+    for path, array in arrays.items():
+        if array.shape != shapes.get(path) or array.dtype.name not in DTYPES:
+            raise ValueError(
+                f"parameter {path} is {array.dtype} {array.shape}; "
+                f"{shapes.get(path)} of {', '.join(DTYPES)} is required"
+            )
 
 
 @contextlib.contextmanager

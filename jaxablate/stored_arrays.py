@@ -7,7 +7,7 @@ import hashlib
 import logging
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +22,9 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-# Reading a parameter needs twice its size unless it is stored in chunks; chunks cost four times
-# the processor time. So the few that are larger than the first number are cut into the second.
-UNCUT_BYTES = 2**28
-CHUNK_BYTES = 2**26
+# Orbax needs twice an array's size to read it, so larger ones are stored in parts of this size.
+# (Its own chunks are no help: they need as much, and a copy for saving, and four times the time.)
+PART_BYTES = 2**28
 
 # Orbax numbers its operations in a global counter that they look at again later: a load in one
 # thread makes a save in another lose files.
@@ -36,11 +35,25 @@ _ALIGNMENT = 64  # of arrays that JAX uses in place
 
 
 class Leaf(NamedTuple):
-    """What is known of a stored parameter: dtype, shape, and sha256 of its bytes in C order."""
+    """What is known of a stored parameter: dtype, shape, and sha256 of its bytes in C order.
+
+    `parts` is how many arrays it is stored as, cut along its first axis.
+    """
 
     dtype: np.dtype
     shape: tuple[int, ...]
     sha256: str
+    parts: int = 1
+
+    def part_names(self, path: str) -> list[str]:
+        """Orbax's names of what is stored."""
+        name = path.replace("/", ".")
+        return [name] if self.parts == 1 else [f"{name}.part{i}" for i in range(self.parts)]
+
+    def part_rows(self, index: int) -> slice:
+        """The rows in one part."""
+        rows = self.shape[0]
+        return slice(index * rows // self.parts, (index + 1) * rows // self.parts)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -59,16 +72,18 @@ def save_arrays(directory: Path, arrays: dict[str, np.ndarray]) -> dict[str, Lea
     """
     from orbax.checkpoint import v1 as ocp
 
-    leaves = {
-        path: Leaf(array.dtype, array.shape, array_sha256(array)) for path, array in arrays.items()
-    }
+    leaves = {path: _leaf(array) for path, array in arrays.items()}
     size = sum(array.nbytes for array in arrays.values())
-    chunked = any(array.nbytes > UNCUT_BYTES for array in arrays.values())
     directory.parent.mkdir(exist_ok=True)
-    tree = {path.replace("/", "."): _in_place(array) for path, array in arrays.items()}
-    arrays.clear()
+    tree = {}
+    for path, leaf in leaves.items():
+        array = arrays.pop(path)
+        for index, name in enumerate(leaf.part_names(path)):
+            whole = leaf.parts == 1
+            tree[name] = _in_place(array if whole else array[leaf.part_rows(index)])
+        del array
     try:
-        with orbax_context(chunked):
+        with orbax_context():
             ocp.save(directory, tree)
     except (ValueError, OSError, RuntimeError) as error:  # a full disk comes as any of them
         text = " ".join(str(error).split())
@@ -82,17 +97,67 @@ def save_arrays(directory: Path, arrays: dict[str, np.ndarray]) -> dict[str, Lea
     return leaves
 
 
+def _leaf(array: np.ndarray) -> Leaf:
+    parts = max(1, min(-(-array.nbytes // PART_BYTES), *array.shape[:1]))
+    return Leaf(array.dtype, array.shape, array_sha256(array), parts)
+
+
 def load_arrays(
-    directory: Path, stored: Iterable[str], targets: Mapping[str, Any]
+    directory: Path, leaves: Mapping[str, Leaf], targets: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Read some of the parameters that are `stored` in one group into arrays like `targets`.
+    """Read some parameters of one group.
+
+    Args:
+      leaves: every parameter that is stored in the group.
+      targets: path -> numpy dtype, for a numpy array; or a jax.ShapeDtypeStruct with dtype and
+        sharding, for a JAX array.
 
     Raises:
       UserError: the group's files are damaged.
     """
+    at_once = {path: target for path, target in targets.items() if leaves[path].parts == 1}
+    wanted = {}
+    for path, target in at_once.items():
+        (name,) = leaves[path].part_names(path)
+        is_jax = isinstance(target, jax.ShapeDtypeStruct)
+        wanted[name] = target if is_jax else _numpy_target(leaves[path].shape, target)
+    found = _load(directory, leaves, wanted) if wanted else {}
+    loaded = {path: found.pop(leaves[path].part_names(path)[0]) for path in at_once}
+    for path, target in targets.items():
+        if path not in at_once:
+            loaded[path] = _load_in_parts(directory, leaves, path, target)
+    return {path: loaded[path] for path in targets}
+
+
+def _load_in_parts(directory: Path, leaves: Mapping[str, Leaf], path: str, target: Any) -> Any:
+    leaf = leaves[path]
+    is_jax = isinstance(target, jax.ShapeDtypeStruct)
+    array = aligned_empty(leaf.shape, np.dtype(target.dtype if is_jax else target))
+    for index, part in enumerate(_parts(directory, leaves, path, array.dtype)):
+        array[leaf.part_rows(index)] = part
+    if not is_jax:
+        return array
+    return jax.make_array_from_callback(leaf.shape, target.sharding, lambda rows: array[rows])
+
+
+def _parts(
+    directory: Path, leaves: Mapping[str, Leaf], path: str, dtype: np.dtype
+) -> Iterator[np.ndarray]:
+    """What a parameter is stored as, one array after another."""
+    leaf = leaves[path]
+    for index, name in enumerate(leaf.part_names(path)):
+        shape = leaf.shape
+        if leaf.parts > 1:
+            rows = leaf.part_rows(index)
+            shape = (rows.stop - rows.start, *leaf.shape[1:])
+        yield _load(directory, leaves, {name: _numpy_target(shape, dtype)})[name]
+
+
+def _load(directory: Path, leaves: Mapping[str, Leaf], wanted: Mapping[str, Any]) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
-    tree = {path.replace("/", "."): targets.get(path, ocp.PLACEHOLDER) for path in stored}
+    stored = [name for path, leaf in leaves.items() for name in leaf.part_names(path)]
+    tree = {name: wanted.get(name, ocp.PLACEHOLDER) for name in stored}
     try:
         with orbax_context():
             loaded = ocp.load(directory, tree)
@@ -101,7 +166,7 @@ def load_arrays(
         raise UserError(
             f"{directory} cannot be read: {message}; delete the checkpoint and convert again"
         ) from error
-    return {path: loaded[path.replace("/", ".")] for path in targets}
+    return {name: loaded[name] for name in wanted}
 
 
 def verify_group(directory: Path, leaves: Mapping[str, Leaf]) -> None:
@@ -111,10 +176,11 @@ def verify_group(directory: Path, leaves: Mapping[str, Leaf]) -> None:
       UserError: one is damaged; the message names it.
     """
     for path, leaf in leaves.items():
-        # One at a time, so that checking needs little memory.
-        targets = {path: numpy_target(leaf.shape, leaf.dtype)}
-        array = load_arrays(directory, leaves, targets)[path]
-        if array_sha256(array) != leaf.sha256:
+        # One at a time, and one part at a time, so that checking needs little memory.
+        digest = hashlib.sha256()
+        for part in _parts(directory, leaves, path, leaf.dtype):
+            digest.update(_bytes(part))
+        if digest.hexdigest() != leaf.sha256:
             raise UserError(
                 f"{directory} is damaged: {path} does not have its digest; "
                 "delete the checkpoint and convert again"
@@ -135,7 +201,11 @@ def trim_memory(collect: bool = True) -> None:
 
 def array_sha256(array: np.ndarray) -> str:
     """Of the array's bytes in C order."""
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
+    return hashlib.sha256(_bytes(array)).hexdigest()
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _in_place(array: np.ndarray) -> Any:
@@ -146,13 +216,13 @@ def _in_place(array: np.ndarray) -> Any:
         return array
 
 
-def numpy_target(shape: Iterable[int], dtype: np.dtype) -> np.ndarray:
+def _numpy_target(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     # Orbax takes the type of the target: a numpy array of zero strides stands for one of `shape`.
-    return np.broadcast_to(np.zeros((), dtype), tuple(shape))
+    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 @contextlib.contextmanager
-def orbax_context(chunked: bool = False) -> Iterator[None]:
+def orbax_context() -> Iterator[None]:
     """Orbax's settings; every process reads and writes for itself, without barriers.
 
     Its log is silent meanwhile: it prints tracebacks of errors that are raised here anyway.
@@ -166,9 +236,6 @@ def orbax_context(chunked: bool = False) -> Iterator[None]:
     saving.use_replica_parallel = False  # this process alone
     saving.array_metadata_store = None  # for random keys; its directory is made too late at times
     saving.use_compression = False  # floating-point weights hardly compress
-    if chunked:
-        saving.storage_options.chunk_byte_size = CHUNK_BYTES
-        saving.storage_options.shard_axes = (0,)
     saving.enable_write_sharding_file = False  # the target's sharding is always given
 
     def not_orbax(record: logging.LogRecord) -> bool:

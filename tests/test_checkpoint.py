@@ -84,6 +84,32 @@ def test_restore_casts_as_numpy_does_and_keeps_the_digest(saved):
     assert open_checkpoint(saved.path).digest == digest
 
 
+def test_large_arrays_are_stored_in_parts(tmp_path, monkeypatch):
+    """The same digest, arrays and errors, whether an array is in one part or in several."""
+    from jaxablate import stored_arrays
+
+    config = tiny.llama_config(num_layers=1)
+    params = random_params(config)
+    whole = save_checkpoint(tmp_path / "whole", config, params)
+    monkeypatch.setattr(stored_arrays, "PART_BYTES", 1000)
+    parts = save_checkpoint(tmp_path / "parts", config, params)
+    assert parts.digest == whole.digest
+    assert {leaf.parts for leaf in parts.leaves.values()} >= {1, 6}
+    assert_same(parts.restore().to_params(), params)
+    half = parts.restore(ml_dtypes.bfloat16).embedding[...]
+    np.testing.assert_array_equal(half, params["embed"]["embedding"].astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(parts.read("embed/embedding"), params["embed"]["embedding"])
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    found = parts.load_group("embed", sharding=rows)["embed/embedding"]
+    assert found.sharding == rows
+    parts.verify()
+    leaf = parts.leaves["embed/embedding"]
+    parts.leaves["embed/embedding"] = leaf._replace(sha256="0" * 64)
+    with pytest.raises(UserError, match="embed/embedding"):
+        parts.verify()
+
+
 def test_digest_names_weights_and_configuration(tmp_path):
     config = tiny.llama_config(num_layers=2)
     params = random_params(config)
