@@ -8,7 +8,7 @@ part at that layer branches. See `plan` for the counting.
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jaxablate.attention import LayerPrefix
 from jaxablate.config import TransformerConfig
 from jaxablate.edits import Configuration, LayerEdit, check
 from jaxablate.errors import NonFiniteError, UserError
-from jaxablate.mesh import OnMesh
+from jaxablate.nodes import Node, by_chunk, by_kind, families_of, runs
+from jaxablate.on_mesh import OnMesh
 from jaxablate.placement import OneDevice, Placement
 from jaxablate.plan import Plan, branches, plan_sweep, split_waves, trie_order
 from jaxablate.problem import Problem
@@ -66,14 +67,6 @@ class SweepOptions:
     mesh: jax.sharding.Mesh | None = None
 
 
-class Node(NamedTuple):
-    """A live state: its residual stream [B, T, D] lies in a chunk at an index."""
-
-    members: tuple[int, ...]
-    chunk: jax.Array
-    place: int
-
-
 class Sweep:
     """One model on one problem: the baseline is computed once, configurations as asked for.
 
@@ -87,19 +80,19 @@ class Sweep:
         problem.check(model.config)
         self.model, self.problem, self.options = model, problem, options
         self.block_evaluations = 0
-        self._place: Placement = OnMesh(options.mesh) if options.mesh else OneDevice()
+        self.place: Placement = OnMesh(options.mesh) if options.mesh else OneDevice()
         positions = jnp.asarray(problem.batch.positions)
-        self.rope = self._place.shared(rope_tables(model.config, positions))
-        self._prefix = [self._place.prefix(layer) for layer in problem.prefix or ()]
+        self.rope = self.place.shared(rope_tables(model.config, positions))
+        self._prefix = [self.place.prefix(layer) for layer in problem.prefix or ()]
         scored = np.flatnonzero(problem.batch.scored)
         targets = problem.batch.targets.reshape(-1)[scored]
-        self._scored, self._targets = self._place.shared(
+        self._scored, self._targets = self.place.shared(
             (scored.astype(np.int32), targets.astype(np.int32))
         )
         self._done, self._total = 0, 0
         self._in_flight: collections.deque[tuple[jax.Array, int]] = collections.deque()
         self.trunk = self._run_baseline()
-        self.baseline_nll = _finite(self._score(self.trunk[-1])[0], "the baseline")
+        self.baseline_nll = _finite(self.score(self.trunk[-1])[0], "the baseline")
 
     def plan(self, configurations: Sequence[Configuration]) -> Plan:
         """What `run` would compute for these configurations."""
@@ -110,7 +103,7 @@ class Sweep:
         """Live states that the memory budget allows, at least one chunk of one state."""
         state = self.trunk[0].nbytes
         room = self.options.memory_budget - state * len(self.trunk) - self._workspace()
-        return max(1, int(room // state)) * self._place.lanes
+        return max(1, int(room // state)) * self.place.lanes
 
     def _workspace(self) -> int:
         """Bytes that a device needs for one chunk inside a block, or one call of the unembedding.
@@ -121,7 +114,7 @@ class Sweep:
         wide = 3 * config.mlp_dim + 4 * config.num_heads * config.head_dim + 4 * config.model_dim
         chunk = max(self.options.chunk_tokens, self.problem.batch.inputs.size) * wide
         logits = 2 * self.options.score_tokens * config.vocab_size
-        return 4 * max(chunk, logits) // self._place.shards
+        return 4 * max(chunk, logits) // self.place.shards
 
     def run(self, configurations: Sequence[Configuration]) -> np.ndarray:
         """Token NLL in nats of every configuration, float32 [C, scored tokens].
@@ -150,13 +143,13 @@ class Sweep:
 
     def _run_baseline(self) -> list[jax.Array]:
         """The baseline's residual stream [1, B, T, D] before every block and after the last."""
-        inputs = self._place.shared(self.problem.batch.inputs)
+        inputs = self.place.shared(self.problem.batch.inputs)
         x = jnp.expand_dims(self.model.embed_tokens(inputs), 0)
-        x = self._place.shared_state(x.astype(self.options.dtype or x.dtype))
+        x = self.place.shared_state(x.astype(self.options.dtype or x.dtype))
         trunk = [x]
         for layer in range(self.model.config.num_layers):
             block = self.model.block(layer)
-            x = self._place.plain_step(block, x, self.rope, self.prefix(layer))
+            x = self.place.plain_step(block, x, self.rope, self.prefix(layer))
             self.block_evaluations += 1
             trunk.append(x)
         if not bool(jnp.isfinite(x).all()):
@@ -185,8 +178,8 @@ class Sweep:
         if trunk_members:
             for member in trunk_members:
                 yield member, self.baseline_nll
-        for nodes_of_chunk in _by_chunk(nodes):
-            nll = self._score(nodes_of_chunk[0].chunk)
+        for nodes_of_chunk in by_chunk(nodes):
+            nll = self.score(nodes_of_chunk[0].chunk)
             for node in nodes_of_chunk:
                 name = configurations[node.members[0]].key
                 values = _finite(nll[node.place], f"configuration {name!r}")
@@ -214,10 +207,10 @@ class Sweep:
         following = []
         for chunk in self._chunks(plain):
             x = self._gather(chunk)
-            x = self._place.plain_step(block, x, self.rope, self.prefix(layer))
+            x = self.place.plain_step(block, x, self.rope, self.prefix(layer))
             following += self._take(x, chunk)
         # Parents go as soon as their children are there: every list is emptied on the way.
-        kinds = _by_kind(edited)
+        kinds = by_kind(edited)
         edited.clear()
         for group in kinds:
             following += self._edit(layer, block, group)
@@ -245,7 +238,7 @@ class Sweep:
         Where several lanes of devices work side by side, times their number: the last chunk alone
         is padded, see `_gather`.
         """
-        lanes = self._place.lanes
+        lanes = self.place.lanes
         size = max(1, self.options.chunk_tokens // self.problem.batch.inputs.size)
         size = lanes << (size.bit_length() - 1)
         while items:
@@ -265,11 +258,11 @@ class Sweep:
             node.chunk is chunk and node.place == i for i, node in enumerate(nodes)
         ):
             return chunk
-        parts = [r[0].chunk[r[0].place : r[-1].place + 1] for r in _runs(nodes)]
-        return self._place.gather(parts, padding)
+        parts = [r[0].chunk[r[0].place : r[-1].place + 1] for r in runs(nodes)]
+        return self.place.gather(parts, padding)
 
     def _padding(self, items: Sequence[Any]) -> int:
-        return -len(items) % self._place.lanes
+        return -len(items) % self.place.lanes
 
     def _edit(self, layer: int, block: Any, group: list[tuple[Node, Any]]) -> list[Node]:
         """Edited children of one kind; children of one parent share its attention."""
@@ -277,7 +270,7 @@ class Sweep:
         if edit.key == "block":
             return [node._replace(members=branch.members) for node, branch in group]
         following = []
-        families = _families(group)
+        families = families_of(group)
         group.clear()
         while families:
             parent, children = families.pop()
@@ -285,7 +278,7 @@ class Sweep:
                 x = parent.chunk
                 if len(x) > 1:
                     x = x[parent.place : parent.place + 1]
-                x = self._place.shared_state(x)
+                x = self.place.shared_state(x)
                 attended = self._attend(layer, block, x, edit)
             for chunk in self._chunks(children):
                 if parent is None:
@@ -293,8 +286,8 @@ class Sweep:
                     attended = self._attend(layer, block, x, edit)
                 padded = [branch.edit for _, branch in chunk]
                 padded += [padded[-1]] * self._padding(chunk)
-                edits = self._place.edits(self._edit_arrays(layer, padded))
-                out = self._place.edited_step(
+                edits = self.place.edits(self._edit_arrays(layer, padded))
+                out = self.place.edited_step(
                     block, x, attended, edits, children=len(padded), mlp=not edit.remove_mlp
                 )
                 members = [node._replace(members=branch.members) for node, branch in chunk]
@@ -306,7 +299,7 @@ class Sweep:
     ) -> steps.Attended | None:
         if edit.remove_attention:
             return None
-        return self._place.attention_step(block, x, self.rope, self.prefix(layer))
+        return self.place.attention_step(block, x, self.rope, self.prefix(layer))
 
     def _edit_arrays(self, layer: int, edits: list[LayerEdit]) -> steps.Edits:
         swap_heads = swap = gates = null_output = None
@@ -325,10 +318,10 @@ class Sweep:
 
     # Scoring
 
-    def _score(self, x: jax.Array) -> np.ndarray:
+    def score(self, x: jax.Array) -> np.ndarray:
         """NLL of the scored tokens of a chunk of finished states, [S, scored tokens]."""
         size = self.options.score_tokens
-        return self._place.nll(self.model.head, x, self._scored, self._targets, size)
+        return self.place.nll(self.model.head, x, self._scored, self._targets, size)
 
 
 def sweep(
@@ -345,60 +338,6 @@ def sweep(
     """
     engine = Sweep(model, problem, options)
     return engine.baseline_nll, engine.run(configurations)
-
-
-def _runs(nodes: Sequence[Node]) -> Iterator[list[Node]]:
-    """Maximal runs of neighbours in one chunk."""
-    run: list[Node] = []
-    for node in nodes:
-        if run and not (node.chunk is run[-1].chunk and node.place == run[-1].place + 1):
-            yield run
-            run = []
-        run.append(node)
-    if run:
-        yield run
-
-
-def _by_chunk(nodes: Sequence[Node]) -> Iterator[list[Node]]:
-    groups: dict[int, list[Node]] = {}
-    for node in nodes:
-        groups.setdefault(id(node.chunk), []).append(node)
-    yield from groups.values()
-
-
-def _by_kind(edited: list[tuple[Node, Any]]) -> list[list[tuple[Node, Any]]]:
-    """Group edits that run through the same compiled step."""
-    groups: dict[Any, list[tuple[Node, Any]]] = {}
-    for node, branch in edited:
-        edit = branch.edit
-        kind = (
-            edit.key == "block",
-            edit.remove_attention,
-            edit.remove_mlp,
-            edit.head_gates is not None,
-            edit.null,
-            len(edit.kept_keys),
-        )
-        groups.setdefault(kind, []).append((node, branch))
-    return list(groups.values())
-
-
-def _families(group: list[tuple[Node, Any]]) -> list[tuple[Node | None, list[Any]]]:
-    """All only children as (None, children), then (parent, its children) where there are several.
-
-    The last is used first.
-    """
-    families: dict[tuple[int, int], list[tuple[Node, Any]]] = {}
-    for node, branch in group:
-        families.setdefault((id(node.chunk), node.place), []).append((node, branch))
-    only: list[Any] = []
-    several: list[tuple[Node | None, list[Any]]] = []
-    for family in families.values():
-        if len(family) > 1:
-            several.append((family[0][0], family))
-        else:
-            only += family
-    return [(None, only)] * bool(only) + several[::-1]
 
 
 def _finite(nll: np.ndarray, what: str) -> np.ndarray:
