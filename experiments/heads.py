@@ -117,12 +117,15 @@ class Part:
 
 
 def _plan(batches, names: list[str], num_layers: int) -> list[Part]:
+    from jaxablate import rounding
+
     parts = []
     size = FLAGS.part_size
     for index, (document, batch) in enumerate(batches):
         inputs = {"rows": command_line.batch_digest(batch), "batch": index}
         common = (document.name, document.digest)
-        baseline = results.PartSpec(*common, (BASELINE,), num_layers, inputs)
+        references = (BASELINE, *rounding.configuration_names(FLAGS.dtype))
+        baseline = results.PartSpec(*common, references, num_layers, inputs)
         parts.append(Part(baseline, index, None))
         for start in range(0, len(names), size):
             members = range(start, min(start + size, len(names)))
@@ -133,6 +136,7 @@ def _plan(batches, names: list[str], num_layers: int) -> list[Part]:
 
 
 def _compute(run, parts, loaded, masks, names, batches, device_kind) -> None:
+    from jaxablate import rounding
     from jaxablate.head_outputs import mean_head_outputs
     from jaxablate.problem import Problem
     from jaxablate.sweep import Sweep
@@ -159,6 +163,9 @@ def _compute(run, parts, loaded, masks, names, batches, device_kind) -> None:
         progress.start(spec)
         if members is None:
             found = [_row(BASELINE, None, engine.baseline_nll, index, loaded.config)]
+            if again := spec.configurations[1:]:
+                repeats = rounding.repeats(engine, seed=FLAGS.seed)
+                found += [_row(n, None, r, index, loaded.config) for n, r in zip(again, repeats)]
         else:
             nll = engine.run([configurations[i] for i in members])
             found = [_row(names[i], i, line, index, loaded.config) for i, line in zip(members, nll)]
@@ -184,9 +191,11 @@ def _row(name: str, mask: int | None, nll: np.ndarray, index: int, config) -> di
 
 def report(out: Path, rows: pd.DataFrame, masks: np.ndarray) -> None:
     """Ranked table and map, all from the rows."""
-    from jaxablate import figures, scoring
+    from jaxablate import figures, rounding, scoring
     from jaxablate.table import comparison_table, units_of_rows
 
+    floor = rounding.noise_floor(rows, BASELINE)
+    rows = rows[~rounding.is_repeat(rows)]
     units, keys = units_of_rows(rows, BASELINE)
     table = comparison_table(units, keys, seed=FLAGS.seed)
     about = rows.drop_duplicates("configuration").set_index("configuration")
@@ -198,6 +207,9 @@ def report(out: Path, rows: pd.DataFrame, masks: np.ndarray) -> None:
         f"on {table.scored_tokens[0]} tokens"
     )
     ranked = table[1:].sort_values("delta_log_ppl", ascending=False, ignore_index=True)
+    if FLAGS.dtype != "float32":
+        ranked["noise_floor"] = floor
+        say(rounding.describe(floor, FLAGS.dtype))
     ranked.to_csv(out / "heads.csv", index=False)
     shown = ranked[["configuration", "log_ppl", "ppl", "delta_log_ppl", "low", "high"]]
     say(shown.head(30).to_string(index=False, float_format=lambda x: f"{x:.5g}"))

@@ -100,6 +100,13 @@ def _points(config) -> list[Point]:
     return [Point(*pair) for pair in sorted(pairs)]
 
 
+def _references() -> tuple[str, ...]:
+    """Baseline and full cache, and in a coarse dtype repeats that tell the noise floor."""
+    from jaxablate import rounding
+
+    return (BASELINE, FULL_CACHE, *rounding.configuration_names(FLAGS.dtype))
+
+
 def _plan(cases: Sequence, points: Sequence[Point], num_layers: int) -> dict[str, list]:
     """Parts of each document: its references first, then groups of points that share layers."""
     groups = estimation.groups(points)
@@ -107,9 +114,7 @@ def _plan(cases: Sequence, points: Sequence[Point], num_layers: int) -> dict[str
     for case in cases:
         inputs = {"tokens": article_cases.digest(case)}
         parts = [
-            results.PartSpec(
-                case.document, case.digest, (BASELINE, FULL_CACHE), 2 * num_layers, inputs
-            )
+            results.PartSpec(case.document, case.digest, _references(), 2 * num_layers, inputs)
         ]
         for group in groups:
             cost = sum(num_layers - point.head[0] for point in group)
@@ -218,7 +223,7 @@ class DocumentSweep:
         return num_kept(ratio, self._case.article_tokens)
 
     def rows(self, part, by_key: dict[str, Point]) -> list[dict]:
-        if part.configurations == (BASELINE, FULL_CACHE):
+        if part.configurations[0] == BASELINE:
             return self._reference_rows()
         self._progress.start(part)
         points = [by_key[key] for key in part.configurations]
@@ -262,6 +267,7 @@ class DocumentSweep:
         return rows
 
     def _reference_rows(self) -> list[dict]:
+        from jaxablate import rounding
         from jaxablate.sweep import Sweep
 
         full = dataclasses.replace(self._problem, prefix=self._context.full_prefix())
@@ -270,18 +276,27 @@ class DocumentSweep:
         tokens = self._case.article_tokens
         everything = {"configuration": FULL_CACHE, "ratio": 1.0, "keys_kept": tokens}
         base["bound"] = everything["bound"] = 0.0
-        return [
+        found = [
             *article_cases.question_rows(self._case, self._sweep.baseline_nll, base),
             *article_cases.question_rows(self._case, full_nll, everything),
         ]
+        if names := _references()[2:]:
+            for name, nll in zip(names, rounding.repeats(self._sweep, seed=FLAGS.seed)):
+                about = base | {"configuration": name}
+                found += article_cases.question_rows(self._case, nll, about)
+        return found
 
 
 def report(out: Path, rows: pd.DataFrame) -> None:
     """The table and the figures, all from the rows."""
-    from jaxablate import figures
+    from jaxablate import figures, rounding
     from jaxablate.curves import reference_log_ppl
 
+    floor = rounding.noise_floor(rows, BASELINE)
+    rows = rows[~rounding.is_repeat(rows)]
     curves = influence_curves(rows, seed=FLAGS.seed)
+    if FLAGS.dtype != "float32":
+        curves["noise_floor"] = floor
     curves.to_csv(out / "curves.csv", index=False)
     documents = rows.document.nunique()
     base, full = (reference_log_ppl(rows, name) for name in (BASELINE, FULL_CACHE))
@@ -289,6 +304,8 @@ def report(out: Path, rows: pd.DataFrame) -> None:
         f"baseline    log-perplexity {base:.4f} (perplexity {np.exp(base):.3f}) at ratio "
         f"{FLAGS.baseline:g}; full cache {full:.4f} (perplexity {np.exp(full):.3f})"
     )
+    if FLAGS.dtype != "float32":
+        say(rounding.describe(floor, FLAGS.dtype))
     say(_table(curves))
     if (curves.estimator != "exact").any():
         kinds = curves.estimator.value_counts()
