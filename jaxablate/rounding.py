@@ -2,8 +2,8 @@
 
 In bfloat16 every block rounds what it adds to the residual stream to 8 bits, and two evaluations
 that round differently differ in their loss. The baseline is repeated with each value before every
-block moved at random by up to one rounding step; how far its log-perplexity then moves is how far
-that of a configuration may be from what exact arithmetic gives.
+block moved at random by as much as rounding may move it; how far its log-perplexity then moves is
+how far that of a configuration may be from what exact arithmetic gives.
 """
 
 import jax
@@ -46,8 +46,8 @@ def repeats(engine: Sweep, count: int = REPEATS, seed: int = 0) -> Float[np.ndar
 
 @jax.jit
 def _round_otherwise(x: Float[Array, "S B T D"], key: Key[Array, ""]) -> Float[Array, "S B T D"]:
-    """Every value moved by up to one rounding step, and rounded again."""
-    step = jnp.float32(jnp.finfo(x.dtype).eps)
+    """Every value moved by up to half a step of its dtype, and rounded again."""
+    step = jnp.float32(jnp.finfo(x.dtype).eps / 2)
     moves = jax.random.uniform(key, x.shape, jnp.float32, -1, 1)
     return (x.astype(jnp.float32) * (1 + step * moves)).astype(x.dtype)
 
