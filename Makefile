@@ -34,7 +34,7 @@ demo-pruning: $(VENV)/.run
 	$(BIN)/python experiments/pruning.py --flagfile=demo_pruning.flags
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
