@@ -21,7 +21,7 @@ from absl import flags
 
 from experiments import article_cases, command_line
 from experiments.command_line import say
-from jaxablate import budgets, results
+from jaxablate import budgets, hosts, results
 from jaxablate.errors import UserError
 
 FULL_CACHE, REFERENCE = "full cache", "uniform"
@@ -54,7 +54,7 @@ def main() -> None:
     cases = article_cases.read(loaded)
     _say_overlap(rows, cases)
     settings = article_cases.settings() | {"baseline": 0.0}
-    with results.Run(
+    with hosts.open_run(
         FLAGS.out,
         experiment="budgets",
         settings=settings,
@@ -142,11 +142,14 @@ def _key(name: str, ratio: float) -> str:
 
 def _plan(cases: Sequence, shares: Mapping[str, np.ndarray], ratios: Sequence[float]) -> list:
     """A part per document and ratio, and one for its full cache."""
+    from jaxablate import rounding
+
     parts = []
     for case in cases:
         inputs = {"tokens": article_cases.digest(case)}
         common = (case.document, case.digest)
-        parts.append(results.PartSpec(*common, (FULL_CACHE,), 1, inputs))
+        references = (FULL_CACHE, *rounding.configuration_names(FLAGS.dtype))
+        parts.append(results.PartSpec(*common, references, 1, inputs))
         for ratio in ratios:
             keys = tuple(_key(name, ratio) for name in shares)
             made = {name: np.round(share, 12).tolist() for name, share in shares.items()}
@@ -158,7 +161,7 @@ def _compute(run, loaded, cases, shares, ratios, device_kind: str) -> None:
     from jaxablate.progress import Progress
 
     by_document = {case.document: case for case in cases}
-    options = command_line.sweep_options(device_kind)
+    options = command_line.sweep_options(device_kind, mesh=loaded.mesh)
     of_ratio = {_key(next(iter(shares)), ratio): ratio for ratio in ratios}
     done: str | None = None
     contexts: Any = None
@@ -172,10 +175,11 @@ def _compute(run, loaded, cases, shares, ratios, device_kind: str) -> None:
             with Progress(layers, layers, label=label, unit="layers") as bar:
                 contexts = _compact(loaded.model(), case, counts, bar)
             done = case.document
-        if part.configurations == (FULL_CACHE,):
+        if part.configurations[0] == FULL_CACHE:
             prefix, about = contexts.full_prefix(), {"configuration": FULL_CACHE, "ratio": 1.0}
             about |= {"budget": FULL_CACHE, "kept_ratio": 1.0, "padded_ratio": 1.0}
-            run.write(part, _rows(loaded.model(), case, prefix, options, about))
+            again = part.configurations[1:]
+            run.write(part, _rows(loaded.model(), case, prefix, options, about, again))
             continue
         ratio, found = of_ratio[part.configurations[0]], []
         for name, share in shares.items():
@@ -212,19 +216,27 @@ def _compact(model, case, counts, bar):
     )
 
 
-def _rows(model, case, prefix, options, about: dict) -> list[dict]:
+def _rows(model, case, prefix, options, about: dict, again: Sequence[str] = ()) -> list[dict]:
+    """Rows of one prefix, and of its repeats that are rounded otherwise."""
+    from jaxablate import rounding
     from jaxablate.problem import Problem
     from jaxablate.sweep import Sweep
 
-    nll = Sweep(model, Problem(case.batch(), prefix), options).baseline_nll
-    return article_cases.question_rows(case, nll, about)
+    engine = Sweep(model, Problem(case.batch(), prefix), options)
+    found = article_cases.question_rows(case, engine.baseline_nll, about)
+    if again:
+        for name, nll in zip(again, rounding.repeats(engine, seed=FLAGS.seed)):
+            found += article_cases.question_rows(case, nll, about | {"configuration": name})
+    return found
 
 
 def report(out: Path, rows: pd.DataFrame, curves, shares: Mapping[str, np.ndarray]) -> None:
     """Table and figures: log-perplexity over ratio, predicted beside true, and the maps."""
-    from jaxablate import budget_figures, figures
+    from jaxablate import budget_figures, figures, rounding
     from jaxablate.budget_scores import budget_table
 
+    floor = rounding.noise_floor(rows, FULL_CACHE)
+    rows = rounding.without_repeats(rows)
     table = budget_table(rows, reference=REFERENCE, seed=FLAGS.seed)
     predicted = [
         budgets.predicted_delta(curves, shares[row.budget], row.ratio)
@@ -234,6 +246,9 @@ def report(out: Path, rows: pd.DataFrame, curves, shares: Mapping[str, np.ndarra
         for row in table.itertuples()
     ]
     table["predicted_delta"] = predicted
+    if FLAGS.dtype != "float32":
+        table["noise_floor"] = floor
+        say(rounding.describe(floor, FLAGS.dtype))
     table.to_csv(out / "budgets.csv", index=False)
     say(table.to_string(index=False, float_format=lambda x: f"{x:.5g}"))
     title = f"Head budgets ({Path(FLAGS.model).name}; {Path(FLAGS.text).name})"

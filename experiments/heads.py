@@ -195,7 +195,7 @@ def report(out: Path, rows: pd.DataFrame, masks: np.ndarray) -> None:
     from jaxablate.table import comparison_table, units_of_rows
 
     floor = rounding.noise_floor(rows, BASELINE)
-    rows = rows[~rounding.is_repeat(rows)]
+    rows = rounding.without_repeats(rows)
     units, keys = units_of_rows(rows, BASELINE)
     table = comparison_table(units, keys, seed=FLAGS.seed)
     about = rows.drop_duplicates("configuration").set_index("configuration")

@@ -293,7 +293,7 @@ def report(out: Path, rows: pd.DataFrame) -> None:
     from jaxablate.curves import reference_log_ppl
 
     floor = rounding.noise_floor(rows, BASELINE)
-    rows = rows[~rounding.is_repeat(rows)]
+    rows = rounding.without_repeats(rows)
     curves = influence_curves(rows, seed=FLAGS.seed)
     if FLAGS.dtype != "float32":
         curves["noise_floor"] = floor

@@ -167,6 +167,7 @@ def _announce(num_sets: int, plan, operations: float) -> None:
 
 def report(study, outcome) -> None:
     """The tables on the terminal; every number is recomputed from the rows."""
+    from jaxablate import rounding
     from jaxablate.scoring import format_perplexity
 
     scores = outcome.scores
@@ -174,6 +175,8 @@ def report(study, outcome) -> None:
         f"\nwhole model: perplexity {format_perplexity(scores.log_ppl, 4)} over {scores.tokens} "
         f"tokens in {len(scores.units.weights)} windows"
     )
+    if FLAGS.dtype != "float32":
+        say(rounding.describe(outcome.noise_floor, FLAGS.dtype))
     say(f"\nα by {FLAGS.alpha_estimator} of {FLAGS.alpha_matrix}; each layer removed alone")
     say(_table(outcome.singles, ["layer", "zone", "alpha"]))
     rho = scores.rank_correlation(study.alphas, study.strategy.seed)

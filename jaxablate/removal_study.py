@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from jaxablate import hosts, pruning, removals, results, spectra
+from jaxablate import hosts, pruning, removals, results, rounding, spectra
 from jaxablate.config import TransformerConfig
 from jaxablate.errors import UserError
 from jaxablate.plan import Plan, plan_sweep
@@ -91,6 +91,7 @@ class Outcome:
     singles: pd.DataFrame
     strategies: pd.DataFrame
     advantage: pd.DataFrame
+    noise_floor: float = float("nan")
 
 
 class SetSweep:
@@ -103,6 +104,7 @@ class SetSweep:
         self.sets = list(sets)
         self.configurations = [removals.removal(one, study.component) for one in self.sets]
         self.keys = tuple(one.key for one in self.configurations)
+        self.repeats = tuple(rounding.configuration_names(study.dtype))
 
     def plan(self) -> Plan:
         """What one batch of windows costs with unlimited memory."""
@@ -172,7 +174,9 @@ class SetSweep:
         document = batch.document
         digest = hashlib.sha256(batch.batch.inputs.tobytes() + batch.batch.scored.tobytes())
         inputs = {"windows": batch.question, "tokens": digest.hexdigest()}
-        return results.PartSpec(document.name, document.digest, self.keys, cost, inputs)
+        return results.PartSpec(
+            document.name, document.digest, (*self.keys, *self.repeats), cost, inputs
+        )
 
     def _compute(
         self,
@@ -195,9 +199,16 @@ class SetSweep:
         computed = engine.run([self.configurations[i] for i in wanted])
         for place, nll in zip(wanted, computed):
             sums[self.keys[place]] = removals.window_sums(nll, batch.token_counts)
-        return [
+        found = [
             self._row(layers, key, sums[key], batch) for layers, key in zip(self.sets, self.keys)
         ]
+        if self.repeats:
+            again = rounding.repeats(engine, seed=self.study.strategy.seed)
+            for key, nll in zip(self.repeats, again):
+                found.append(
+                    self._row((), key, removals.window_sums(nll, batch.token_counts), batch)
+                )
+        return found
 
     def _row(
         self, layers: LayerSet, key: str, blocks: list[float], batch: WindowBatch
@@ -255,7 +266,7 @@ def run_study(
         singles = SetSweep(study, out / "calibration", removals.sweep_sets(layers, [], None), {})
         unsharded = {k: v for k, v in run_options.items() if k != "shard"}
         known = singles.run(model, options, **unsharded)
-        single_deltas = RemovalScores(known).single_deltas(layers)
+        single_deltas = RemovalScores(rounding.without_repeats(known)).single_deltas(layers)
     chosen = removals.strategy_sets(study.strategy, layers, study.alphas, single_deltas)
     sets = removals.sweep_sets(layers, [one.layers for one in chosen], study.exhaustive_kmax)
     sweep = SetSweep(study, out, sets, _strategy_names(chosen))
@@ -274,7 +285,8 @@ def run_study(
 
 def analyse(study: Study, frame: pd.DataFrame, chosen: list[Removal], out: Path) -> Outcome:
     """Tables and figures from the rows."""
-    scores = RemovalScores(frame, seed=study.strategy.seed)
+    floor = rounding.noise_floor(frame, removals.removal((), study.component).key)
+    scores = RemovalScores(rounding.without_repeats(frame), seed=study.strategy.seed)
     zones = spectra.zones(study.num_layers, study.strategy.boundary)
     outcome = Outcome(
         scores=scores,
@@ -282,9 +294,13 @@ def analyse(study: Study, frame: pd.DataFrame, chosen: list[Removal], out: Path)
         singles=single_table(scores, study.alphas, zones),
         strategies=strategy_table(scores, chosen, study.exhaustive_kmax),
         advantage=advantage_table(scores, chosen),
+        noise_floor=floor,
     )
     for name in ("singles", "strategies", "advantage"):
-        getattr(outcome, name).to_csv(out / f"{name}.csv", index=False)
+        table = getattr(outcome, name)
+        if study.dtype != "float32":
+            table["noise_floor"] = floor
+        table.to_csv(out / f"{name}.csv", index=False)
     return outcome
 
 

@@ -57,6 +57,10 @@ def is_repeat(rows: pd.DataFrame) -> pd.Series:
     return rows.configuration.str.startswith(_NAME)
 
 
+def without_repeats(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[~is_repeat(rows)]
+
+
 def noise_floor(rows: pd.DataFrame, baseline: str) -> float:
     """What |Δ log-perplexity| must exceed to be more than rounding; NaN without repeats.
 
