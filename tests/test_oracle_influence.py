@@ -1,4 +1,4 @@
-"""The influence sweep against an independent PyTorch implementation's numbers, from token ids on."""
+"""The influence sweep against an independent PyTorch implementation, from token ids on."""
 
 import dataclasses
 import functools

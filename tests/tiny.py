@@ -8,38 +8,38 @@ from jaxablate.model import Transformer
 
 
 def llama_config(**changes) -> TransformerConfig:
-    fields = dict(
-        family="llama",
-        num_layers=4,
-        model_dim=24,
-        mlp_dim=40,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=61,
-        norm="rms",
-        norm_eps=1e-5,
-        mlp="gated_silu",
-        rotary_dim=8,
-        rope_theta=1e4,
-        tie_embeddings=False,
-        max_positions=256,
-    )
+    fields: dict = {
+        "family": "llama",
+        "num_layers": 4,
+        "model_dim": 24,
+        "mlp_dim": 40,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 61,
+        "norm": "rms",
+        "norm_eps": 1e-5,
+        "mlp": "gated_silu",
+        "rotary_dim": 8,
+        "rope_theta": 1e4,
+        "tie_embeddings": False,
+        "max_positions": 256,
+    }
     return TransformerConfig(**(fields | changes))
 
 
 def neox_config(**changes) -> TransformerConfig:
-    fields = dict(
-        family="gpt_neox",
-        num_kv_heads=6,
-        norm="layer",
-        mlp="gelu",
-        rotary_dim=2,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        parallel_residual=True,
-    )
+    fields: dict = {
+        "family": "gpt_neox",
+        "num_kv_heads": 6,
+        "norm": "layer",
+        "mlp": "gelu",
+        "rotary_dim": 2,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "parallel_residual": True,
+    }
     return llama_config(**(fields | changes))
 
 
