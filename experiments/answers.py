@@ -68,7 +68,7 @@ def main() -> None:
     documents = read_documents(FLAGS.text, limit=FLAGS.documents)
     device = command_line.find_device()
     loaded = command_line.LoadedModel(FLAGS.model)
-    sweep = command_line.sweep_options(device.kind)
+    sweep = loaded.sweep_options(device.kind)
     if FLAGS.distributed:
         raise UserError("--distributed is not for answers; use --shard=i/n, or --mesh on one host")
     row_bytes = 8 * loaded.config.num_layers * loaded.config.num_kv_heads * loaded.config.head_dim

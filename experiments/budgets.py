@@ -161,7 +161,7 @@ def _compute(run, loaded, cases, shares, ratios, device_kind: str) -> None:
     from jaxablate.progress import Progress
 
     by_document = {case.document: case for case in cases}
-    options = command_line.sweep_options(device_kind, mesh=loaded.mesh)
+    options = loaded.sweep_options(device_kind)
     of_ratio = {_key(next(iter(shares)), ratio): ratio for ratio in ratios}
     done: str | None = None
     contexts: Any = None

@@ -7,6 +7,7 @@ for in the working directory, then in experiments/flags/.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import sys
@@ -20,6 +21,7 @@ from jaxablate.errors import UserError
 
 FLAG_FILES = Path(__file__).resolve().parent / "flags"
 DTYPES = ("float32", "bfloat16")
+DEFAULT_BUDGET = 4 << 30
 
 
 def define_model_flags(out: str, model: str = "smollm2-135m-instruct") -> None:
@@ -46,8 +48,9 @@ def define_model_flags(out: str, model: str = "smollm2-135m-instruct") -> None:
     )
     flags.DEFINE_string(
         "memory_budget",
-        "4GiB",
-        "Memory for states besides the weights, such as 1GiB or 512MiB; less only takes longer.",
+        None,
+        "Memory of each device for states, besides the weights, such as 1GiB or 512MiB; less only "
+        "takes longer (default: 4GiB on a CPU, what the weights leave free on a GPU).",
     )
     flags.register_validator("memory_budget", _is_size)
     flags.DEFINE_integer(
@@ -252,7 +255,9 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def _is_size(text: str) -> bool:
+def _is_size(text: str | None) -> bool:
+    if text is None:
+        return True
     try:
         parse_bytes(text)
     except UserError as error:
@@ -321,6 +326,9 @@ def find_device() -> Device:
             f"--require_gpu, but JAX runs on {description}; install jaxablate[cuda] and check "
             "that nvidia-smi sees the GPU"
         )
+    if kind != "cpu" and flags.FLAGS.dtype == "float32":
+        # Otherwise a GPU multiplies with 10 bits (TF32), and float32 would be no more than a name.
+        jax.config.update("jax_default_matmul_precision", "highest")
     say(f"device      {description}, JAX {jax.__version__}")
     return Device(kind, description)
 
@@ -396,6 +404,39 @@ class LoadedModel:
                 self._model = self.checkpoint.restore(dtype, sharding, progress=not _silent)
         return self._model
 
+    def sweep_options(self, kind: str, **changes: Any):
+        """`sweep.SweepOptions` from the flags, for this model.
+
+        Args:
+          kind: `Device.kind`.
+        """
+        from jaxablate.sweep import SweepOptions
+
+        budget = flags.FLAGS.memory_budget
+        if budget is not None:
+            budget = parse_bytes(budget)
+        else:
+            budget = DEFAULT_BUDGET if kind == "cpu" else _free_memory(self._weight_bytes())
+        return SweepOptions(
+            chunk_tokens=flags.FLAGS.chunk_tokens or (2048 if kind == "cpu" else 65536),
+            score_tokens=512 if kind == "cpu" else 8192,
+            memory_budget=budget,
+            mesh=self.mesh,
+            **changes,
+        )
+
+    def _weight_bytes(self) -> int:
+        """What the weights take of each device."""
+        from jaxablate.config import block_param_shapes, param_shapes
+        from jaxablate.mesh import MODEL
+
+        size = sum(math.prod(shape) for shape in param_shapes(self.config).values())
+        if flags.FLAGS.weights == "stream":  # the block in use, the next one, and its reading
+            block = sum(math.prod(shape) for shape in block_param_shapes(self.config).values())
+            size -= (self.config.num_layers - 3) * block
+        each = 2 if flags.FLAGS.dtype == "bfloat16" else 4
+        return size * each // (self.mesh.shape[MODEL] if self.mesh else 1)
+
 
 def _mesh(config):
     """The devices of --mesh; without it all of several hosts, and None (the first) of one."""
@@ -410,23 +451,19 @@ def _mesh(config):
     return None
 
 
-def sweep_options(kind: str, **changes: Any):
-    """`sweep.SweepOptions` from the flags."""
-    from jaxablate.sweep import SweepOptions
+def _free_memory(weights: int) -> int:
+    """Bytes of an accelerator that the weights leave, less a tenth for what nobody plans."""
+    import jax
 
-    chunk = flags.FLAGS.chunk_tokens or (2048 if kind == "cpu" else 65536)
-    return SweepOptions(
-        chunk_tokens=chunk,
-        score_tokens=512 if kind == "cpu" else 8192,
-        memory_budget=parse_bytes(flags.FLAGS.memory_budget),
-        **changes,
-    )
+    stats = jax.local_devices()[0].memory_stats() or {}
+    limit = stats.get("bytes_limit", 0)
+    return max(int(0.9 * limit) - weights, DEFAULT_BUDGET)
 
 
 class PartProgress:
     """Moves a run's progress line within the part that is being computed.
 
-    Pass it to `sweep_options` as on_progress, and `start` each part before its sweep.
+    Pass it to `LoadedModel.sweep_options` as on_progress, and `start` each part before its sweep.
     """
 
     def __init__(self, run):

@@ -148,7 +148,7 @@ def _compute(run, parts, loaded, masks, names, batches, device_kind) -> None:
         means = mean_head_outputs(model, [batch for _, batch in batches], FLAGS.dtype)
         mean = means.__getitem__
     progress = command_line.PartProgress(run)
-    options = command_line.sweep_options(device_kind, on_progress=progress, mesh=loaded.mesh)
+    options = loaded.sweep_options(device_kind, on_progress=progress)
     engine: Sweep | None = None
     engine_index = -1
     by_spec = {(part.batch, part.spec.configurations): part for part in parts}

@@ -191,9 +191,7 @@ class DocumentSweep:
         self._base = self._count(FLAGS.baseline)
         self._progress = command_line.PartProgress(run)
         follow = None if FLAGS.tolerance else self._progress  # rounds of unknown number
-        self._options = command_line.sweep_options(
-            device_kind, on_progress=follow, mesh=loaded.mesh
-        )
+        self._options = loaded.sweep_options(device_kind, on_progress=follow)
         heads = [(i, j) for i in range(config.num_layers) for j in range(config.num_kv_heads)]
         counts: dict = {head: [self._base] for head in heads}
         for point in points:

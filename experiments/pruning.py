@@ -67,7 +67,7 @@ def main() -> None:
         study,
         out,
         loaded.model,
-        command_line.sweep_options(device.kind, mesh=loaded.mesh),
+        loaded.sweep_options(device.kind),
         max_teraflop=FLAGS.max_teraflop,
         announce=_announce,
         flags_used=command_line.resolved_flags(),

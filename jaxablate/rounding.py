@@ -32,7 +32,7 @@ def repeats(engine: Sweep, count: int = REPEATS, seed: int = 0) -> Float[np.ndar
       engine: whose baseline; its activations' dtype sets the size of a rounding step.
     """
     place, key = engine.place, jax.random.key(seed)
-    size = max(1, engine.options.chunk_tokens // engine.problem.batch.inputs.size) * place.lanes
+    size = max(1, engine.chunk_tokens // engine.problem.batch.inputs.size) * place.lanes
     sizes = [min(size, count - start) for start in range(0, count, size)]
     chunks = [place.gather([engine.trunk[0]] * n, -n % place.lanes) for n in sizes]
     for layer in range(engine.model.config.num_layers):

@@ -49,7 +49,8 @@ class SweepOptions:
     """How a sweep runs; no field changes a number beyond rounding.
 
     Attributes:
-      chunk_tokens: tokens (states x B x T) that go through a block in one call.
+      chunk_tokens: tokens (states x B x T) that go through a block in one call, on each device;
+        fewer where the memory budget has no room for what the block makes of them.
       score_tokens: tokens unembedded in one call.
       memory_budget: bytes of each device for the states of a wave, the baseline's stored stream
         included.
@@ -102,19 +103,28 @@ class Sweep:
     def max_states(self) -> int:
         """Live states that the memory budget allows, at least one chunk of one state."""
         state = self.trunk[0].nbytes
-        room = self.options.memory_budget - state * len(self.trunk) - self._workspace()
+        room = self.options.memory_budget - state * len(self.trunk)
+        room -= self._workspace(self.chunk_tokens)
         return max(1, int(room // state)) * self.place.lanes
 
-    def _workspace(self) -> int:
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk: `options.chunk_tokens`, or what the budget has room for."""
+        size, least = self.options.chunk_tokens, self.problem.batch.inputs.size
+        states = self.trunk[0].nbytes * (len(self.trunk) + 1)
+        while size > least and states + self._workspace(size) > self.options.memory_budget:
+            size //= 2
+        return max(size, least)
+
+    def _workspace(self, chunk_tokens: int) -> int:
         """Bytes that a device needs for one chunk inside a block, or one call of the unembedding.
 
         The chunk's states before and after the block are in it: other states exist once.
         """
         config = self.model.config
         wide = 3 * config.mlp_dim + 4 * config.num_heads * config.head_dim + 4 * config.model_dim
-        chunk = max(self.options.chunk_tokens, self.problem.batch.inputs.size) * wide
         logits = 2 * self.options.score_tokens * config.vocab_size
-        return 4 * max(chunk, logits) // self.place.shards
+        return 4 * max(chunk_tokens * wide, logits) // self.place.shards
 
     def run(self, configurations: Sequence[Configuration]) -> np.ndarray:
         """Token NLL in nats of every configuration, float32 [C, scored tokens].
@@ -239,7 +249,7 @@ class Sweep:
         is padded, see `_gather`.
         """
         lanes = self.place.lanes
-        size = max(1, self.options.chunk_tokens // self.problem.batch.inputs.size)
+        size = max(1, self.chunk_tokens // self.problem.batch.inputs.size)
         size = lanes << (size.bit_length() - 1)
         while items:
             while size > max(lanes, len(items)):

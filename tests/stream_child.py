@@ -80,7 +80,7 @@ def run(model) -> tuple[np.ndarray, ...]:
 def budget_of(engine: Sweep, states: int) -> int:
     """A memory budget that leaves room for so many states beside the baseline's stream."""
     state = engine.trunk[0].nbytes
-    return state * (len(engine.trunk) + states) + engine._workspace()
+    return state * (len(engine.trunk) + states) + engine._workspace(engine.chunk_tokens)
 
 
 def peak_memory(reset: bool = False) -> int:

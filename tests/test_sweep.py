@@ -184,6 +184,20 @@ def test_a_smaller_memory_budget_makes_more_waves_and_changes_nothing(llama, mos
     assert small.block_evaluations == plan.block_evaluations
 
 
+def test_a_chunk_that_the_budget_has_no_room_for_is_made_smaller(llama):
+    config, _, model, problem = llama
+    expected = sweep(model, problem, thirteen(config), states_at_once(problem, 4))[1]
+    size = problem.batch.inputs.size
+    enough = Sweep(model, problem, SweepOptions(64 * size, memory_budget=1 << 40))
+    assert enough.chunk_tokens == 64 * size
+    trunk = enough.trunk[0].nbytes * len(enough.trunk)
+    budget = trunk + enough._workspace(8 * size) + 3 * enough.trunk[0].nbytes
+    tight = Sweep(model, problem, SweepOptions(64 * size, memory_budget=budget))
+    assert tight.chunk_tokens == 8 * size
+    assert tight.max_states == 3
+    same(tight.run(thirteen(config)), expected)
+
+
 def test_order_and_repetition_of_configurations_change_nothing(llama, whole):
     config, _, model, problem = llama
     configurations = thirteen(config)
