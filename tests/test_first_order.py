@@ -328,6 +328,15 @@ def test_pooled_term_is_nearer_to_the_truth(engine, curvature):
     assert np.abs(errors[1].mean(axis=0)).max() < 0.3
 
 
+def test_each_draw_alone_is_uniform():
+    """Of 3 draws of 30,000 tokens each: every tenth as often, and one in every third per token."""
+    uniforms = fisher.stratified_uniforms(3, 30000, seed=0)
+    for draw in uniforms:
+        counts = np.bincount((10 * draw).astype(int), minlength=10)
+        assert np.abs(counts - 3000).max() < 5 * np.sqrt(2700)
+    assert (np.sort((3 * uniforms).astype(int), axis=0) == [[0], [1], [2]]).all()
+
+
 def test_labels_are_drawn_from_the_distribution():
     """Each label's frequency over all draws, and independence of each draw from token to token."""
     config = tiny.llama_config(vocab_size=7)
