@@ -106,7 +106,7 @@ class InfluenceRival:
                 x,
                 attention_mask=mask,
                 position_ids=position_ids,
-                past_key_values=cache,
+                cache=cache,
                 position_embeddings=rotation,
             )
             x = x[0] if isinstance(x, tuple) else x
