@@ -9,7 +9,6 @@ tokens do not change.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxablate import compaction
@@ -18,7 +17,7 @@ from jaxablate.compaction import CompactedHead
 from jaxablate.edits import Configuration, baseline, keep_keys
 from jaxablate.errors import UserError
 from jaxablate.prefill import LayerCache, prefill
-from jaxablate.problem import HeadPrefix, Problem, padded_length
+from jaxablate.problem import HeadPrefix, Problem, pad_prefixes, padded_length
 from jaxablate.prompts import Case
 
 REFERENCE_QUERIES = ("repeat", "context", "random")
@@ -121,13 +120,7 @@ class CompactedContext:
 def stack_heads(rows: Sequence[HeadPrefix]) -> LayerPrefix:
     """One layer's heads [K, R, H], padded to the longest of the layer in few distinct sizes."""
     length = padded_length(max(len(bias) for _, _, bias in rows))
-    keys = np.zeros((len(rows), length, rows[0][0].shape[1]), rows[0][0].dtype)
-    values, bias = np.zeros_like(keys), np.full(keys.shape[:2], -np.inf, np.float32)
-    for head, (head_keys, head_values, head_bias) in enumerate(rows):
-        count = len(head_bias)
-        keys[head, :count], values[head, :count] = head_keys, head_values
-        bias[head, :count] = head_bias
-    return LayerPrefix(jnp.asarray(keys), jnp.asarray(values), jnp.asarray(bias))
+    return LayerPrefix(*(array[0] for array in pad_prefixes([rows], length)))
 
 
 def compact_context(
