@@ -150,7 +150,7 @@ def shard():
     return results.parse_shard(flags.FLAGS.shard, os.environ)
 
 
-def announce_plan(config, configurations: Sequence[Any], batches: Sequence[Any], run) -> None:
+def announce_plan(config, configurations: Sequence[Any], batches: Sequence[Any]) -> None:
     """Print a sweep's plan over batches without a prefix, and how long it should take now."""
     from jaxablate import estimate
     from jaxablate.plan import plan_sweep
@@ -162,9 +162,7 @@ def announce_plan(config, configurations: Sequence[Any], batches: Sequence[Any],
         )
         for batch in batches
     )
-    total = len(run.parts()) if hasattr(run, "parts") else 0
-    share = len(run.missing()) / total if total else 1.0
-    seconds = share * flops / (0.6 * estimate.matmul_rate(flags.FLAGS.dtype))
+    seconds = flops / (0.6 * estimate.matmul_rate(flags.FLAGS.dtype))
     say(
         f"plan        {len(configurations)} configurations x {len(batches)} batches of windows "
         f"({sum(int(b.scored.sum()) for b in batches)} scored tokens); "

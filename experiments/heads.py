@@ -61,7 +61,7 @@ def main() -> None:
             say(f"the result is there already: {run.out / 'rows.parquet'}; drawing it again")
         else:
             command_line.announce_plan(
-                loaded.config, _configurations(masks), [batch for _, batch in batches], run
+                loaded.config, _configurations(masks), [batch for _, batch in batches]
             )
             _compute(run, parts, loaded, masks, names, batches, device.kind)
         if run.finish() is not None:
