@@ -20,12 +20,28 @@ class Timing:
         return f"{self.median:.3g} s ({self.low:.3g} to {self.high:.3g})"
 
 
-def interleaved(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Timing]:
+def interleaved(
+    functions: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    check: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Timing]:
     """Time several functions in turn, so that a busy moment of the machine hits all alike.
 
     Each is called once to warm up, then `repeats` times; every function must wait for its result.
+
+    Args:
+      check: called with the results of the warm-up: speed of a wrong answer is worth nothing.
     """
-    first = {name: _seconds(function) for name, function in functions.items()}
+    results: dict[str, Any] = {}
+
+    def warm_up(name: str) -> float:
+        start = time.perf_counter()
+        results[name] = functions[name]()
+        return time.perf_counter() - start
+
+    first = {name: warm_up(name) for name in functions}
+    if check is not None:
+        check(results)
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():

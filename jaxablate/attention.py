@@ -10,7 +10,9 @@ from jaxtyping import Array, Float
 
 # Queries of one sequence that are scored at a time: they need no keys after their tile's end, and
 # their scores stay in a processor's cache. Long sequences get longer tiles, never more than 16.
-_TILE, _MOST_TILES = 256, 16
+_TILE, _MOST_TILES = 128, 16
+# Short sequences run two at a time on a CPU: their products are too small to fill it alone.
+_SHORT = 256
 # Scores that an accelerator keeps at a time.
 _ACCELERATOR_BYTES = 4 << 30
 
@@ -35,8 +37,8 @@ def attend(
 ) -> Float[Array, "S B T N H"]:
     """Softmax attention over the prefix and, causally, the sequence itself.
 
-    On a CPU each sequence runs on its own in a loop: its scores stay in the processor's cache,
-    where those of a whole chunk of states would go through memory.
+    On a CPU one sequence, or two, run at a time in a loop: their scores stay in the processor's
+    cache, where those of a whole chunk of states would go through memory.
     """
     states, batch, length, heads, size = q.shape
     merged = [array.reshape(states * batch, length, -1, size) for array in (q, k, v)]
@@ -46,17 +48,24 @@ def attend(
         lambda each: attend_one(each[0], each[1], each[2], prefix),
         tuple(merged),
         at_once=max(1, _ACCELERATOR_BYTES // scores),
+        on_cpu=2 if length <= _SHORT else 1,
     )
     return out.reshape(states, batch, length, heads, size)
 
 
-def for_each(function: Callable[[Any], Any], arrays: Any, at_once: int | None = None) -> Any:
+def for_each(
+    function: Callable[[Any], Any], arrays: Any, at_once: int | None = None, on_cpu: int = 1
+) -> Any:
     """Apply to every leading index: in a loop on a CPU, side by side on an accelerator.
 
     Args:
       at_once: on an accelerator, at most so many side by side.
+      on_cpu: so many side by side in each turn of the loop, where that divides the indices.
     """
     if jax.default_backend() == "cpu":
+        count = len(jax.tree.leaves(arrays)[0])
+        if on_cpu > 1 and count % on_cpu == 0:
+            return jax.lax.map(function, arrays, batch_size=on_cpu)
         return jax.lax.map(function, arrays)
     if at_once is not None and at_once < len(jax.tree.leaves(arrays)[0]):
         return jax.lax.map(function, arrays, batch_size=at_once)

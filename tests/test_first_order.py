@@ -249,12 +249,14 @@ def test_mean_null(config):
 # The second-order term
 
 
-def exact_gauss_newton(engine: Sweep, configurations) -> np.ndarray:
-    """½ Σ Var_p(δz) with δz the logits' derivative along the edit, for the last layer; float64.
+def taylor_terms(engine: Sweep, configurations) -> tuple[np.ndarray, np.ndarray]:
+    """What the estimators estimate, for edits of one head's keys in the last layer; [C, B] each.
 
-    Only W_O, the rest of the block, the final norm and the unembedding follow there.
+    With p the model's distribution and δz the logits' derivative along the edit, the linear term
+    Σ (E_p(δz) - δz_target) and the Gauss-Newton term ½ Σ Var_p(δz) over the scored tokens. Only
+    W_O, the rest of the block, the final norm and the unembedding follow there.
     """
-    config, model = engine.model.config, engine.model
+    config, model, batch = engine.model.config, engine.model, engine.problem.batch
     last, group = config.num_layers - 1, config.group_size
     block, x = model.block(last), engine.trunk[last]
     qkv = block.qkv(x, engine.rope)
@@ -262,32 +264,34 @@ def exact_gauss_newton(engine: Sweep, configurations) -> np.ndarray:
 
     def logits(heads):
         out = block.finish(x, block.attn.project(heads))
-        return model.head(out.reshape(-1, config.model_dim)).reshape(ROWS, LENGTH, -1)
+        return model.head(out.reshape(-1, config.model_dim)).reshape(*batch.inputs.shape, -1)
 
-    z = logits(heads)
-    p = scipy.special.softmax(np.float64(z), axis=-1)
-    found = []
+    p = scipy.special.softmax(np.float64(logits(heads)), axis=-1)
+    linear, half_variance = [], []
     for configuration in configurations:
         ((head, count),) = configuration.edits[0][1].kept_keys
         chosen = engine.problem.head_prefix(last, head, count)
         new = np.array(heads)
-        for b in range(ROWS):
+        for b in range(len(batch.inputs)):
             q = qkv.q[0, b, :, head * group : (head + 1) * group]
             own = qkv.k[0, b, :, head], qkv.v[0, b, :, head]
             new[0, b, :, head * group : (head + 1) * group] = direct_outputs(
                 *map(np.float64, (q, *own)), *chosen
             )
         dz = np.float64(jax.jvp(logits, (heads,), (jnp.asarray(new) - heads,))[1])
-        variance = (p * dz**2).sum(axis=-1) - (p * dz).sum(axis=-1) ** 2
-        found.append(0.5 * (variance * engine.problem.batch.scored).sum(axis=-1))
-    return np.stack(found)
+        mean = (p * dz).sum(axis=-1)
+        at_target = np.take_along_axis(dz, batch.targets[..., None], axis=-1)[..., 0]
+        linear.append(((mean - at_target) * batch.scored).sum(axis=-1))
+        variance = (p * dz**2).sum(axis=-1) - mean**2
+        half_variance.append(0.5 * (variance * batch.scored).sum(axis=-1))
+    return np.stack(linear), np.stack(half_variance)
 
 
 @pytest.fixture(scope="module")
 def curvature(config, engine):
     """Edits of the last layer and their Gauss-Newton terms."""
     chosen = [edits.keep_keys({(config.num_layers - 1, 0): n}) for n in COUNTS]
-    return chosen, exact_gauss_newton(engine, chosen)
+    return chosen, taylor_terms(engine, chosen)[1]
 
 
 def test_fisher_term_is_the_gauss_newton_term(engine, curvature):

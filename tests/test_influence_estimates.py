@@ -5,9 +5,26 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
-from test_influence_experiment import COMMON, child, finished, home, sources  # noqa: F401
+from test_first_order import taylor_terms
+from test_influence_experiment import (  # noqa: F401
+    ARTICLE,
+    COMMON,
+    COMPACTABLE,
+    CONFIG,
+    SCORED,
+    child,
+    finished,
+    home,
+    sources,
+)
 
+import convert
+from jaxablate import influence
 from jaxablate.curves import influence_curves
+from jaxablate.sweep import Sweep
+from jaxablate.text import load_tokenizer, plain_case, read_documents
+
+RATIOS, COUNTS = (0.0, 0.3, 1.0), (1, 16, COMPACTABLE)
 
 
 def per_document(out):
@@ -34,20 +51,39 @@ def second_order(run):
     return run("second", "--estimator=second_order", "--draws=200")
 
 
-def test_estimates_are_near_exact_ones(run, finished, second_order):  # noqa: F811
-    _, exact = finished
+def terms_by_definition(home, name: str) -> tuple[np.ndarray, np.ndarray]:  # noqa: F811
+    """Both Taylor terms per scored token of L3H0's points, from the text's file on."""
+    checkpoint = convert.resolve(str(home / "hf"), home / "cache")
+    (document,) = [d for d in read_documents(str(home / "texts"), limit=2) if d.name == name]
+    tokenizer = load_tokenizer(checkpoint.tokenizer_dir)
+    case = plain_case(document, tokenizer, article_tokens=ARTICLE, scored_tokens=SCORED)
+    model, base = checkpoint.restore(), 2
+    heads = [(i, j) for i in range(CONFIG.num_layers) for j in range(CONFIG.num_kv_heads)]
+    counts = influence.influence_counts(heads, [(3, 0)], base, COUNTS)
+    context = influence.compact_context(model, case, counts)
+    engine = Sweep(model, influence.influence_problem(context, case, base))
+    points = [influence.head_configuration((3, 0), count, base) for count in COUNTS]
+    linear, half_variance = taylor_terms(engine, points)
+    return linear[:, 0] / SCORED, half_variance[:, 0] / SCORED
+
+
+def test_estimated_rows_hold_the_taylor_terms(home, run, second_order):  # noqa: F811
+    """Of the last layer, where the terms can be written down.
+
+    The exact effects are no yardstick here: a random model's own curvature, which neither order
+    has, is as large as that of its loss.
+    """
     _, first = run("first_order", "--estimator=first_order")
-    _, second = second_order
-    # Of the last layer. A random model's own curvature is as large as the loss's, so that the
-    # second order need not be nearer; a wrong sign, sum or mean would be off by the size itself.
-    truth, first, second = (
-        per_document(out).loc[["L3H0@0", "L3H0@0.3", "L3H0@1"]] for out in (exact, first, second)
-    )
-    size = np.abs(truth).to_numpy().max()
-    errors = [np.abs(found - truth).to_numpy().max() for found in (first, second)]
-    print("effects", truth.to_numpy().ravel(), "errors", errors)
-    assert errors[0] < 0.3 * size
-    assert errors[1] < 0.5 * size
+    found = [per_document(out).loc[[f"L3H0@{r:g}" for r in RATIOS]] for out in
+             (first, second_order[1])]  # fmt: skip
+    for document in found[0].columns:
+        linear, half_variance = terms_by_definition(home, document)
+        first_order, second = (table[document].to_numpy() for table in found)
+        np.testing.assert_allclose(first_order, linear, rtol=1e-3, atol=1e-6)
+        # A mean of 200 squares of nearly normal numbers: √(2/200) relative, 4.5 times at most.
+        np.testing.assert_allclose(second - first_order, half_variance, rtol=4.5 * 0.1)
+        assert np.abs(linear).min() > 1e-5
+        assert half_variance.min() > 1e-6
 
 
 def test_what_estimated_rows_say(second_order):

@@ -44,9 +44,13 @@ class Curves:
         )
 
 
-@pytest.mark.parametrize("size", [0.0003, 0.003, 0.02])
+# Residuals of up to 0.3, 3 and 20 tolerances. The last need more: with deviations of 20 tolerances
+# a bound of 3.5 deviations asks Matérn 3/2 for exact points every 0.1 e-folds of the keys; the
+# ten points below 100 keys lie further apart than that, those above ask for 1.6 / 0.1 = 16, and
+# 26 of 51 are half.
+@pytest.mark.parametrize(("size", "most"), [(0.0003, 0.15), (0.003, 0.15), (0.02, 0.5)])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_smooth_residuals(size, seed):
+def test_smooth_residuals(size, most, seed):
     curves = Curves(size, seed=seed)
     found = curves.refine()
     error = np.abs((found.values - curves.exact).mean(axis=1))
@@ -54,8 +58,7 @@ def test_smooth_residuals(size, seed):
     assert np.mean(error <= TOLERANCE) >= 0.99
     assert np.mean(error <= found.bounds + 1e-12) >= 0.99
     assert found.bounds.max() <= TOLERANCE
-    if size < 0.02:  # there, residuals reach 20 tolerances
-        assert len(curves.asked) <= 0.15 * len(error)
+    assert len(curves.asked) <= most * len(error)
     if size == 0.003:  # the estimate alone is not enough
         alone = np.abs((curves.estimates - curves.exact).mean(axis=1))
         assert np.mean(alone <= TOLERANCE) < 0.9
@@ -93,11 +96,20 @@ def test_corrections_keep_each_questions_share():
     assert np.abs(correction).max() > 1e-3
 
 
-def test_perfect_and_useless_estimates():
-    perfect = Curves(0.02)
+# How many checks it takes to believe in an estimate that expects to be off by s tolerances: after
+# n exact points without residual the variance has fallen to 4 / (4 + n) of 0.7², and a curve needs
+# 3.5 deviations of what neighbours leave open within one tolerance. For s = 3 that is reached by
+# n of about 30 (2 or 3 a curve), below 10 %; for s = 20 only by 5 to 7 points a curve, 12 %.
+@pytest.mark.parametrize(("size", "most"), [(0.003, 0.10), (0.02, 0.15)])
+def test_perfect_estimates(size, most):
+    perfect = Curves(size)
     perfect.exact = perfect.estimates.copy()
     perfect.refine()
-    assert len(perfect.asked) < 0.15 * 612
+    print(size, len(perfect.asked))
+    assert len(perfect.asked) < most * 612
+
+
+def test_useless_estimates():
     useless = Curves(0.02)
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(612, 1)) * 0.02 * (useless.scales[:, None] > 0)
