@@ -45,7 +45,11 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev
+$(VENV)/.bench: $(VENV)/.dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	touch $@
+
+bench: $(VENV)/.bench
 	$(BIN)/python bench/run.py $(if $(QUICK),--quick)
 
 clean:

@@ -80,7 +80,11 @@ def _convert(arguments: list[str]) -> int:
     parser.add_argument(
         "--reuse", action="store_true", help="accept a finished checkpoint at DEST as it is"
     )
-    parser.add_argument("--verify", action="store_true", help="then compare logits with PyTorch's")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="then read the checkpoint back, and compare logits with PyTorch's",
+    )
     _add_limits(parser)
     options = parser.parse_args(arguments)
     begin = time.monotonic()
@@ -88,7 +92,10 @@ def _convert(arguments: list[str]) -> int:
     checkpoint = convert(source, options.dest, options.dtype, reuse=options.reuse)
     _describe(checkpoint)
     print(f"{time.monotonic() - begin:.1f} s")
-    return _compare(checkpoint, source.path, options) if options.verify else 0
+    if not options.verify:
+        return 0
+    checkpoint.verify()
+    return _compare(checkpoint, source.path, options)
 
 
 def _verify(arguments: list[str]) -> int:

@@ -12,8 +12,8 @@ from jaxablate.errors import UserError
 FLAGS = flags.FLAGS
 
 
-def define_flags() -> None:
-    """--estimator, --draws and --tolerance."""
+def define_flags(tolerance: bool = True) -> None:
+    """--estimator, --draws and, where points lie on curves, --tolerance."""
     flags.DEFINE_enum(
         "estimator",
         "exact",
@@ -22,6 +22,8 @@ def define_flags() -> None:
         "document. second_order: with the loss's curvature from --draws more passes.",
     )
     flags.DEFINE_integer("draws", 16, "Backward passes of second_order.", lower_bound=1)
+    if not tolerance:
+        return
     flags.DEFINE_float(
         "tolerance",
         None,
@@ -30,12 +32,18 @@ def define_flags() -> None:
     )
 
 
+def tolerance() -> float | None:
+    """--tolerance, where the experiment has it."""
+    return FLAGS["tolerance"].value if "tolerance" in FLAGS else None
+
+
 def estimator() -> str:
     """What --estimator and --tolerance come to."""
-    if FLAGS.tolerance is None:
+    wanted = tolerance()
+    if wanted is None:
         return FLAGS.estimator
-    if not FLAGS.tolerance > 0:
-        raise UserError(f"--tolerance is {FLAGS.tolerance:g}; it must be above 0, such as 0.002")
+    if not wanted > 0:
+        raise UserError(f"--tolerance is {wanted:g}; it must be above 0, such as 0.002")
     if FLAGS.estimator == "first_order":
         raise UserError("--tolerance needs second_order estimates; leave --estimator out")
     return "second_order"
@@ -45,14 +53,14 @@ def settings() -> dict:
     """What of these flags changes numbers."""
     found: dict[str, Any] = {"estimator": estimator()}
     if estimator() == "second_order":
-        found |= {"draws": FLAGS.draws, "tolerance": FLAGS.tolerance}
+        found |= {"draws": FLAGS.draws, "tolerance": tolerance()}
     return found
 
 
 def plan(points: int, documents: int) -> str:
     """The plan in one line."""
     passes = 1 + (FLAGS.draws if estimator() == "second_order" else 0)
-    aim = "" if FLAGS.tolerance is None else f", refined to within {FLAGS.tolerance:g}"
+    aim = "" if tolerance() is None else f", refined to within {tolerance():g}"
     return (
         f"plan        {points} points x {documents} documents by {estimator()}{aim}; "
         f"{passes} backward passes a document"
@@ -61,7 +69,7 @@ def plan(points: int, documents: int) -> str:
 
 def groups(points: Sequence) -> list[Sequence]:
     """Points (with .head, sorted) that are computed and written together."""
-    if FLAGS.tolerance is None:  # sorted by layer: points of a part share what lies below
+    if tolerance() is None:  # sorted by layer: points of a part share what lies below
         return [points[i : i + FLAGS.part_size] for i in range(0, len(points), FLAGS.part_size)]
     # Whole layers: their curves learn from one another where the estimates are off.
     found: list[list] = []
@@ -105,8 +113,10 @@ class EstimatedPoints:
         """Values of some points, given the head and the number of keys of each."""
         chosen = [self._places[key] for key in points]
         changes = self._estimates.changes[chosen]
-        if FLAGS.tolerance is not None:
-            return self._refined(points, changes, self._estimates.errors[chosen])
+        wanted = tolerance()
+        if wanted is not None:
+            errors = self._estimates.errors[chosen]
+            return self._refined(points, changes, errors, wanted)
         found = []
         for key, change in zip(points, changes):
             if self._configurations[key].edits:
@@ -115,7 +125,9 @@ class EstimatedPoints:
                 found.append(Value("exact", 0.0, change, self._engine.baseline_nll))
         return found
 
-    def _refined(self, points, changes: np.ndarray, errors: np.ndarray) -> list[Value]:
+    def _refined(
+        self, points, changes: np.ndarray, errors: np.ndarray, wanted: float
+    ) -> list[Value]:
         from jaxablate.estimates import Estimates, refine_curves
 
         heads = sorted({head for head, _ in points.values()})
@@ -125,7 +137,7 @@ class EstimatedPoints:
             np.asarray([heads.index(head) for head, _ in points.values()]),
             np.asarray([count for _, count in points.values()]),
             Estimates(changes, errors),
-            FLAGS.tolerance,
+            wanted,
         )
         return [
             Value(kind, float(bound), change, refined.nll.get(i))

@@ -3,6 +3,7 @@
     python experiments/heads.py
     python experiments/heads.py --model=DIR --text=FILE.txt --null=mean --max_tokens=8192
     python experiments/heads.py --masks=masks.npy        # [C, L, N], 1 keeps a head, 0 silences it
+    python experiments/heads.py --estimator=second_order # all heads from 17 backward passes
 
 Plain text by windows, each token scored once. A silenced head's output before W_O is zero, or with
 --null=mean its mean output over the same text. Writes rows.parquet, rows.csv, heads.csv, run.json
@@ -18,7 +19,7 @@ import numpy as np
 import pandas as pd
 from absl import flags
 
-from experiments import command_line
+from experiments import command_line, estimation
 from experiments.command_line import say
 from jaxablate import hosts, results
 from jaxablate.errors import UserError
@@ -34,6 +35,7 @@ def define_flags() -> None:
     command_line.define_text_flags()
     flags.DEFINE_enum("null", "zero", ("zero", "mean"), "What a silenced head leaves.")
     flags.DEFINE_string("masks", None, "A .npy file of gates [C, L, N] instead of single heads.")
+    estimation.define_flags(tolerance=False)
     flags.DEFINE_integer("part_size", 128, "Configurations written at a time.", lower_bound=1)
 
 
@@ -47,7 +49,9 @@ def main() -> None:
     with hosts.open_run(
         FLAGS.out,
         experiment="heads",
-        settings=settings | {"block_tokens": BLOCK_TOKENS, "masks": _digest(masks)},
+        settings=settings
+        | {"block_tokens": BLOCK_TOKENS, "masks": _digest(masks)}
+        | estimation.settings(),
         flags=command_line.resolved_flags(),
         model_digest=loaded.digest,
         columns=COLUMNS,
@@ -60,12 +64,18 @@ def main() -> None:
         if run.complete():
             say(f"the result is there already: {run.out / 'rows.parquet'}; drawing it again")
         else:
-            command_line.announce_plan(
-                loaded.config, _configurations(masks), [batch for _, batch in batches]
-            )
+            _announce(loaded.config, masks, batches)
             _compute(run, parts, loaded, masks, names, batches, device.kind)
         if run.finish() is not None:
             report(run.out, run.read(), masks)
+
+
+def _announce(config, masks: np.ndarray, batches) -> None:
+    if estimation.estimator() == "exact":
+        batches = [batch for _, batch in batches]
+        command_line.announce_plan(config, _configurations(masks), batches)
+    else:
+        say(estimation.plan(len(masks), len(batches)))
 
 
 def _masks(config) -> np.ndarray:
@@ -151,6 +161,7 @@ def _compute(run, parts, loaded, masks, names, batches, device_kind) -> None:
     options = loaded.sweep_options(device_kind, on_progress=progress)
     engine: Sweep | None = None
     engine_index = -1
+    estimated: np.ndarray | None = None
     by_spec = {(part.batch, part.spec.configurations): part for part in parts}
     for spec in run.pending():
         part = by_spec[spec.inputs["batch"], spec.configurations]
@@ -159,20 +170,44 @@ def _compute(run, parts, loaded, masks, names, batches, device_kind) -> None:
             engine = None  # frees the one before
             problem = Problem(batches[index][1], mean_output=mean)
             engine = Sweep(model, problem, options)
-            engine_index = index
+            engine_index, estimated = index, None
         progress.start(spec)
         if members is None:
             found = [_row(BASELINE, None, engine.baseline_nll, index, loaded.config)]
             if again := spec.configurations[1:]:
                 repeats = rounding.repeats(engine, seed=FLAGS.seed)
                 found += [_row(n, None, r, index, loaded.config) for n, r in zip(again, repeats)]
-        else:
+        elif estimation.estimator() == "exact":
             nll = engine.run([configurations[i] for i in members])
             found = [_row(names[i], i, line, index, loaded.config) for i, line in zip(members, nll)]
+        else:
+            if estimated is None:  # of all masks at once, so that parts do not depend on what
+                estimated = _estimated_sums(engine, configurations)  # is there already
+            found = [
+                _row(names[i], i, engine.baseline_nll, index, loaded.config, estimated[i])
+                for i in members
+            ]
         run.write(spec, found)
 
 
-def _row(name: str, mask: int | None, nll: np.ndarray, index: int, config) -> dict:
+def _estimated_sums(engine, configurations: list) -> np.ndarray:
+    """NLL sum of every configuration, nats, from gradients at the baseline."""
+    from jaxablate.estimates import estimate
+
+    kind = estimation.estimator()
+    found = estimate(engine, configurations, kind, draws=FLAGS.draws, seed=FLAGS.seed)
+    return found.changes.sum(axis=1) + engine.baseline_nll.sum(dtype=np.float64)
+
+
+def _row(
+    name: str,
+    mask: int | None,
+    nll: np.ndarray,
+    index: int,
+    config,
+    estimated_sum: float | None = None,
+) -> dict:
+    """A row from the NLL of all tokens, or from an estimated sum, which has no blocks."""
     from jaxablate.curves import block_sums
 
     blocks = block_sums(nll, BLOCK_TOKENS)
@@ -184,20 +219,24 @@ def _row(name: str, mask: int | None, nll: np.ndarray, index: int, config) -> di
         "head": mask % config.num_heads if single and mask is not None else None,
         "mask": mask if not single else None,
         "scored_tokens": len(nll),
-        "nll_sum": sum(blocks),
-        "block_nll": blocks,
+        "estimator": "exact" if estimated_sum is None else estimation.estimator(),
+        "nll_sum": sum(blocks) if estimated_sum is None else float(estimated_sum),
+        "block_nll": blocks if estimated_sum is None else [],
     }
 
 
 def report(out: Path, rows: pd.DataFrame, masks: np.ndarray) -> None:
     """Ranked table and map, all from the rows."""
     from jaxablate import figures, rounding, scoring
-    from jaxablate.table import comparison_table, units_of_rows
+    from jaxablate.table import comparison_table, sums_table, units_of_rows
 
     floor = rounding.noise_floor(rows, BASELINE)
     rows = rounding.without_repeats(rows)
-    units, keys = units_of_rows(rows, BASELINE)
-    table = comparison_table(units, keys, seed=FLAGS.seed)
+    if (rows.estimator == "exact").all():
+        units, keys = units_of_rows(rows, BASELINE)
+        table = comparison_table(units, keys, seed=FLAGS.seed)
+    else:
+        table = sums_table(rows, BASELINE)
     about = rows.drop_duplicates("configuration").set_index("configuration")
     columns = ["layer", "head"] if FLAGS.masks is None else ["mask"]
     table = table.join(about[columns], on="configuration")
@@ -212,6 +251,9 @@ def report(out: Path, rows: pd.DataFrame, masks: np.ndarray) -> None:
         say(rounding.describe(floor, FLAGS.dtype))
     ranked.to_csv(out / "heads.csv", index=False)
     shown = ranked[["configuration", "log_ppl", "ppl", "delta_log_ppl", "low", "high"]]
+    if estimation.estimator() != "exact":
+        shown = shown.drop(columns=["low", "high"])
+        say(f"Δ estimated by {estimation.estimator()}: without intervals, small ones best")
     say(shown.head(30).to_string(index=False, float_format=lambda x: f"{x:.5g}"))
     if len(shown) > 30:
         say(f"(30 largest of {len(shown)}; all in heads.csv)")

@@ -4,6 +4,7 @@
     python experiments/pruning.py --model=out/tiny/hf/step000512 --text=out/tiny/heldout.txt \\
         --tokens=8000 --seq_len=256 --exhaustive
     python experiments/pruning.py --flagfile=pythia.flags
+    python experiments/pruning.py --estimator=second_order --exhaustive   (ranks, in seconds)
 
 All sets of a run go through the engine together, so that shared prefixes are computed once:
 793 sets of up to 4 of 12 layers cost 1,585 block evaluations instead of 6,732. Writes rows,
@@ -18,6 +19,7 @@ from absl import flags
 
 from experiments import alpha_profile, command_line
 from experiments.command_line import say
+from jaxablate.estimates import ESTIMATORS
 from jaxablate.pruning import ORDERS
 from jaxablate.removals import COMPONENTS, STRATEGIES
 
@@ -51,6 +53,14 @@ def define_flags() -> None:
     flags.DEFINE_float("alpha_fraction", 0.5, "rank_slope: share of the ranks, from the top.")
     flags.DEFINE_bool("exhaustive", False, "Every set up to kmax: the true best and worst.")
     flags.DEFINE_float("max_teraflop", 200.0, "Limit of an exhaustive sweep, in 10^12 operations.")
+    flags.DEFINE_enum(
+        "estimator",
+        "exact",
+        ESTIMATORS,
+        "exact: run the model without every set. first_order, second_order: from gradients, for a "
+        "first look; they rank sets, and are no measure of how much the larger ones cost.",
+    )
+    flags.DEFINE_integer("label_draws", 16, "Backward passes of second_order.", lower_bound=1)
     flags.DEFINE_string("save_pruned", None, "Directory for the pruned model (see --pruned_set).")
     flags.DEFINE_string("pruned_set", None, "2,5,7 or zone_aware:4 (default: that, at kmax).")
     flags.DEFINE_string("title", None, "Title of the figures.")
@@ -142,6 +152,8 @@ def _study(loaded):
         strategy=strategy,
         component=FLAGS.component,
         exhaustive=FLAGS.exhaustive,
+        estimator=FLAGS.estimator,
+        label_draws=FLAGS.label_draws,
         constants={
             "seq_len": FLAGS.seq_len,
             "stride": stride,
@@ -157,6 +169,13 @@ def _study(loaded):
 def _announce(num_sets: int, plan, operations: float) -> None:
     from jaxablate import estimate
 
+    if FLAGS.estimator != "exact":
+        passes = 1 + (FLAGS.label_draws if FLAGS.estimator == "second_order" else 0)
+        say(
+            f"plan        {num_sets} sets by {FLAGS.estimator}: {passes} backward passes for every "
+            f"{FLAGS.windows_per_part} windows"
+        )
+        return
     seconds = operations / (0.5 * estimate.matmul_rate(FLAGS.dtype))
     say(
         f"plan        {num_sets} sets; {plan.block_evaluations} block evaluations "
@@ -177,6 +196,8 @@ def report(study, outcome) -> None:
     )
     if FLAGS.dtype != "float32":
         say(rounding.describe(outcome.noise_floor, FLAGS.dtype))
+    if FLAGS.estimator != "exact":
+        say(f"all but the whole model by {FLAGS.estimator}: read the ranks, not the sizes")
     say(f"\nα by {FLAGS.alpha_estimator} of {FLAGS.alpha_matrix}; each layer removed alone")
     say(_table(outcome.singles, ["layer", "zone", "alpha"]))
     rho = scores.rank_correlation(study.alphas, study.strategy.seed)

@@ -6,7 +6,7 @@
     DIR/weights/final       final norm, and the unembedding where it is not tied
     DIR/tokenizer/          the tokenizer's own files, where the model came with one
 
-A checkpoint is finished or absent: it is written beside its place, verified, and renamed.
+A checkpoint is finished or absent: it is written beside its place and renamed.
 """
 
 import hashlib

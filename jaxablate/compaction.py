@@ -18,7 +18,6 @@ from jaxtyping import Float, Int, Num
 
 from jaxablate.errors import UserError
 from jaxablate.matching import Columns, fit_beta, fit_values
-from jaxablate.omp import greedy_order, keys_gram
 from jaxablate.selection import (
     SCORES,
     SELECTIONS,
@@ -229,6 +228,8 @@ def _orders(
     orders = [order_by_score(scores) for scores in statistics.scores]
     if selection != "omp":
         return orders
+    from jaxablate.omp import greedy_order, keys_gram  # SciPy's import takes long
+
     wide_queries, wide_keys = np.asarray(queries, np.float32), np.asarray(keys, np.float32)
     return [
         greedy_order(keys_gram(wide_queries[h], wide_keys[h], statistics.row_max[h]), order, limit)

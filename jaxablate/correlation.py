@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 import numpy as np
-import scipy.stats
 from jaxtyping import Float
 
 from jaxablate.errors import UserError
@@ -55,7 +54,9 @@ def spearman(
 
 def _standardised_ranks(values: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
     """Ranks with mean 0 and norm 1; zeros where all are equal."""
-    ranks = scipy.stats.rankdata(values)
+    from scipy.stats import rankdata  # 0.3 s to import
+
+    ranks = rankdata(values)
     ranks = ranks - ranks.mean()
     norm = np.linalg.norm(ranks)
     return ranks / norm if norm > 0 else ranks

@@ -3,7 +3,6 @@
 import dataclasses
 
 import numpy as np
-import scipy.special
 from jaxtyping import Float
 
 from jaxablate.errors import UserError
@@ -146,19 +145,21 @@ def _bca_tails(
     statistics: Float[np.ndarray, "C D"],
     tails: Float[np.ndarray, "C 2"],
 ) -> Float[np.ndarray, "C 2"]:
+    from scipy import special  # not at import, which it would double
+
     draws = statistics.shape[1]
     below = (statistics < estimate[:, None]).mean(axis=1)
     ties = (statistics == estimate[:, None]).mean(axis=1)
     share = np.clip(below + ties / 2, 0.5 / draws, 1 - 0.5 / draws)
-    bias = scipy.special.ndtri(share)[:, None]
+    bias = special.ndtri(share)[:, None]
     left_out = (values.sum(axis=1, keepdims=True) - values) / (weights.sum() - weights)
     centred = left_out.mean(axis=1, keepdims=True) - left_out
     squares = (centred**2).sum(axis=1)
     # A statistic that does not vary has no skew; its interval is the point itself.
     scale = np.where(squares > 0, squares, 1) ** 1.5
     acceleration = ((centred**3).sum(axis=1) / (6 * scale))[:, None]
-    shifted = bias + scipy.special.ndtri(tails)
-    return scipy.special.ndtr(bias + shifted / (1 - acceleration * shifted))
+    shifted = bias + special.ndtri(tails)
+    return special.ndtr(bias + shifted / (1 - acceleration * shifted))
 
 
 def _row_quantiles(

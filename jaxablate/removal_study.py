@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from jaxablate import hosts, pruning, removals, results, rounding, spectra
 from jaxablate.config import TransformerConfig
+from jaxablate.edits import Configuration
 from jaxablate.errors import UserError
+from jaxablate.estimates import estimate
 from jaxablate.plan import Plan, plan_sweep
 from jaxablate.problem import Problem
 from jaxablate.pruning import LayerSet
@@ -59,6 +62,8 @@ class Study:
       strategy: see StrategySettings.
       component: "block", "attention" or "mlp".
       exhaustive: evaluate every set of up to kmax layers.
+      estimator: "exact", or of `estimates.ESTIMATORS` one that ranks the sets by gradients.
+      label_draws: backward passes with drawn labels of the estimator "second_order".
       constants: settings that every row carries: window, stride, α's estimator, ….
     """
 
@@ -71,6 +76,8 @@ class Study:
     strategy: StrategySettings
     component: str = "block"
     exhaustive: bool = False
+    estimator: str = "exact"
+    label_draws: int = 16
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -133,6 +140,8 @@ class SetSweep:
         """
         study = self.study
         settings = {"strategy": dataclasses.asdict(study.strategy), "exhaustive": study.exhaustive}
+        if study.estimator != "exact":
+            settings |= {"estimator": study.estimator, "label_draws": study.label_draws}
         with hosts.open_run(
             self.out,
             experiment="pruning",
@@ -196,9 +205,14 @@ class SetSweep:
             before = done
 
         engine = Sweep(model, Problem(batch.batch), dataclasses.replace(options, on_progress=moved))
-        computed = engine.run([self.configurations[i] for i in wanted])
-        for place, nll in zip(wanted, computed):
-            sums[self.keys[place]] = removals.window_sums(nll, batch.token_counts)
+        configurations = [self.configurations[i] for i in wanted]
+        if self.study.estimator == "exact":
+            computed = [
+                removals.window_sums(nll, batch.token_counts) for nll in engine.run(configurations)
+            ]
+        else:
+            computed = self._estimated(engine, configurations, batch)
+        sums |= zip((self.keys[place] for place in wanted), computed)
         found = [
             self._row(layers, key, sums[key], batch) for layers, key in zip(self.sets, self.keys)
         ]
@@ -210,6 +224,21 @@ class SetSweep:
                 )
         return found
 
+    def _estimated(
+        self, engine: Sweep, configurations: Sequence[Configuration], batch: WindowBatch
+    ) -> list[list[float]]:
+        """NLL of every window, nats: the whole model's and the estimated change."""
+        found = estimate(
+            engine,
+            configurations,
+            self.study.estimator,
+            draws=self.study.label_draws,
+            seed=self.study.strategy.seed,
+        )
+        whole = removals.window_sums(engine.baseline_nll, batch.token_counts)
+        # Rows of the batch beyond the document's last window are padding.
+        return (np.asarray(whole) + found.changes[:, : len(whole)]).tolist()
+
     def _row(
         self, layers: LayerSet, key: str, blocks: list[float], batch: WindowBatch
     ) -> dict[str, Any]:
@@ -219,6 +248,7 @@ class SetSweep:
             "k": len(layers),
             "layers": format_layers(layers),
             "strategies": self.names.get(layers, ""),
+            "estimator": self.study.estimator if layers else "exact",
             "first_window": batch.first,
             "normaliser": batch.document.normaliser,
             "scored_tokens": sum(batch.token_counts),
@@ -271,7 +301,8 @@ def run_study(
     sets = removals.sweep_sets(layers, [one.layers for one in chosen], study.exhaustive_kmax)
     sweep = SetSweep(study, out, sets, _strategy_names(chosen))
     operations = removals.sweep_operations(study.config, sweep.plan(), study.batches)
-    if study.exhaustive and max_teraflop is not None and operations > max_teraflop * 1e12:
+    exact = study.estimator == "exact"
+    if exact and study.exhaustive and max_teraflop is not None and operations > max_teraflop * 1e12:
         count = pruning.count_sets(layers, study.strategy.kmax)
         tokens = sum(sum(batch.token_counts) for batch in study.batches)
         raise UserError(

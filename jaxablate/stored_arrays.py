@@ -1,5 +1,6 @@
 """One group of a checkpoint: named arrays in a directory, through Orbax, verified by sha256."""
 
+import concurrent.futures
 import contextlib
 import ctypes
 import gc
@@ -72,19 +73,23 @@ def save_arrays(directory: Path, arrays: dict[str, np.ndarray]) -> dict[str, Lea
     """
     from orbax.checkpoint import v1 as ocp
 
-    leaves = {path: _leaf(array) for path, array in arrays.items()}
     size = sum(array.nbytes for array in arrays.values())
     directory.parent.mkdir(exist_ok=True)
     tree = {}
-    for path, leaf in leaves.items():
-        array = arrays.pop(path)
-        for index, name in enumerate(leaf.part_names(path)):
-            whole = leaf.parts == 1
-            tree[name] = _in_place(array if whole else array[leaf.part_rows(index)])
-        del array
     try:
-        with orbax_context():
+        # Hashing releases the interpreter's lock: it goes on while Orbax writes.
+        with concurrent.futures.ThreadPoolExecutor(1, "digest") as digests, orbax_context():
+            hashed = digests.map(_leaf, list(arrays.values()))
+            names = list(arrays)
+            for path in names:
+                array = arrays.pop(path)
+                leaf = _stored_as(array)
+                for index, name in enumerate(leaf.part_names(path)):
+                    whole = leaf.parts == 1
+                    tree[name] = _in_place(array if whole else array[leaf.part_rows(index)])
+                del array
             ocp.save(directory, tree)
+            leaves = dict(zip(names, hashed))
     except (ValueError, OSError, RuntimeError) as error:  # a full disk comes as any of them
         text = " ".join(str(error).split())
         reason = re.search(r"([^:]+) \[os_error_code", text)
@@ -97,9 +102,14 @@ def save_arrays(directory: Path, arrays: dict[str, np.ndarray]) -> dict[str, Lea
     return leaves
 
 
-def _leaf(array: np.ndarray) -> Leaf:
+def _stored_as(array: np.ndarray) -> Leaf:
+    """How it is stored; its digest is not known yet."""
     parts = max(1, min(-(-array.nbytes // PART_BYTES), *array.shape[:1]))
-    return Leaf(array.dtype, array.shape, array_sha256(array), parts)
+    return Leaf(array.dtype, array.shape, "", parts)
+
+
+def _leaf(array: np.ndarray) -> Leaf:
+    return _stored_as(array)._replace(sha256=array_sha256(array))
 
 
 def load_arrays(

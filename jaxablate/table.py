@@ -126,6 +126,33 @@ def comparison_table(units: scoring.Units, keys: Sequence[str], *, seed: int = 0
     )
 
 
+def sums_table(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """The table of `sweep_table` from NLL sums alone, without intervals: of estimated rows.
+
+    Raises:
+      UserError: a configuration that was not computed on every batch.
+    """
+    batches = len(rows[["document", "document_digest", "question"]].drop_duplicates())
+    found = rows.groupby("configuration", sort=False).agg(
+        nll_sum=("nll_sum", "sum"), scored_tokens=("scored_tokens", "sum"), have=("nll_sum", "size")
+    )
+    for key, have in found.have.items():
+        if have != batches:
+            raise UserError(f"configuration {key!r} was computed on {have} of {batches}")
+    found = found.drop(columns="have").reset_index()
+    first = found.configuration == baseline
+    found = pd.concat([found[first], found[~first]], ignore_index=True)
+    found["log_ppl"] = found.nll_sum / found.scored_tokens
+    base = found.log_ppl[0]
+    return found.assign(
+        ppl=[scoring.exp_or_inf(value) for value in found.log_ppl],
+        delta_log_ppl=found.log_ppl - base,
+        delta_ppl=[scoring.delta_perplexity(value, base) for value in found.log_ppl],
+        low=np.nan,
+        high=np.nan,
+    )
+
+
 def units_of_rows(rows: pd.DataFrame, baseline: str) -> tuple[scoring.Units, list[str]]:
     """Blocks of tokens of every configuration of a plain-text experiment, the baseline first.
 

@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Float
 
 from jaxablate.errors import UserError
+from jaxablate.stored_arrays import orbax_context
 from jaxablate.training import TrainState
 
 _DONE = "done"
@@ -29,7 +30,8 @@ def save_state(
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     tree = _named_leaves(state) | {"losses": np.asarray(losses, np.float32)}
-    ocp.save(place / "state", tree)
+    with orbax_context():
+        ocp.save(place / "state", tree)
     (place / _DONE).touch()
     for other in directory.glob("step_*"):
         if other.name != place.name:
@@ -61,7 +63,8 @@ def load_state(
     }
     targets["losses"] = jax.ShapeDtypeStruct((step,), np.float32, sharding=sharding)
     try:
-        tree = ocp.load(place / "state", targets)
+        with orbax_context():
+            tree = ocp.load(place / "state", targets)
     except (ValueError, OSError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{place} cannot be read: {reason}; remove it to begin anew") from error

@@ -1,6 +1,7 @@
 """The experiments on query heads and on head budgets from their command lines, on a tiny model."""
 
 import json
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -70,6 +71,46 @@ def test_masks_give_what_single_heads_give(heads, home, tmp_path):
     several = pd.read_csv(out / "heads.csv").set_index("mask")
     assert several.delta_log_ppl[0] == pytest.approx(single.delta_log_ppl["L1Q2"], abs=1e-6)
     assert several.delta_log_ppl[1] == pytest.approx(single.delta_log_ppl["L3Q5"], abs=1e-6)
+
+
+def test_estimated_heads_are_derivatives_of_exact_gates(heads, home, tmp_path):
+    """First order: minus the derivative by the head's gate, here from exact central differences."""
+    answer = heads.run(*sources(home), *WINDOWS, "--estimator=first_order", f"--out={tmp_path}")
+    assert answer.code == 0, answer.err
+    assert "1 backward passes" in answer.out
+    rows = pd.read_parquet(tmp_path / "rows.parquet").set_index("configuration")
+    assert set(rows.estimator.drop("baseline")) == {"first_order"}
+    assert rows.estimator["baseline"] == "exact"
+    table = pd.read_csv(tmp_path / "heads.csv").set_index("configuration")
+    assert table.low.isna().all()
+    model, problem = model_and_problem(home)
+    count = CONFIG.num_layers * CONFIG.num_heads
+    single = np.eye(count).reshape(count, CONFIG.num_layers, CONFIG.num_heads)
+    step = 0.05
+    gates = np.concatenate([1 + step * single, 1 - step * single])
+    _, nll = sweep(model, problem, [head_mask(gate) for gate in gates])
+    above, below = nll.astype(float).mean(axis=1).reshape(2, count)
+    names = [f"L{i}Q{j}" for i in range(CONFIG.num_layers) for j in range(CONFIG.num_heads)]
+    found = table.delta_log_ppl[names].to_numpy()
+    # Differences of float32 losses of about 6 nats: 1e-6 / 0.1; the third derivative: step² of it.
+    np.testing.assert_allclose(found, (below - above) / (2 * step), rtol=0.02, atol=1e-4)
+    assert np.abs(found).max() > 5e-3
+
+
+def test_second_order_heads_go_on_to_the_same_bytes(heads, home, tmp_path):
+    flags = ["--estimator=second_order", "--draws=8"]
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    for place in (whole, out):
+        answer = heads.run(*sources(home), *WINDOWS, *flags, f"--out={place}")
+        assert answer.code == 0, answer.err
+        if place == out:
+            break
+        shutil.copytree(whole, out)
+        for part in [out / "rows.parquet", *sorted(out.glob("parts/*.parquet"))[::2]]:
+            part.unlink()
+    assert (out / "rows.parquet").read_bytes() == (whole / "rows.parquet").read_bytes()
+    rows = pd.read_parquet(out / "rows.parquet").set_index("configuration")
+    assert set(rows.estimator.drop("baseline")) == {"second_order"}
 
 
 def test_the_mean_null_is_another_ablation(heads, home, tmp_path):

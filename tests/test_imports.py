@@ -53,6 +53,20 @@ print(json.dumps([name for name in heavy if name in sys.modules]))
     assert python(program) == []
 
 
+def test_the_engine_loads_nothing_that_tables_and_figures_need():
+    """Beyond JAX, Flax and NumPy: what takes longer to import than the engine itself."""
+    program = """
+import json, sys
+import jax, flax.nnx
+before = set(sys.modules)
+import jaxablate.sweep, jaxablate.influence
+heavy = ("orbax", "transformers", "torch", "pandas", "pyarrow", "matplotlib", "scipy.stats",
+         "scipy.linalg", "scipy.special")
+print(json.dumps([name for name in heavy if name in set(sys.modules) - before]))
+"""
+    assert python(program) == []
+
+
 def test_every_name_of_the_package_is_there():
     names = [name for name in dir(jaxablate) if not name.startswith("_")]
     assert {"sweep_table", "Sweep", "remove_blocks"} <= set(names)

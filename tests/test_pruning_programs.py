@@ -5,11 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pandas as pd
 import pytest
 
+import convert
 from experiments import train_tiny
-from jaxablate import text
+from jaxablate import removals, text
+from jaxablate.problem import Problem
+from jaxablate.sweep import Sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,6 +77,63 @@ def test_pruning_writes_tables_figures_and_a_pruned_model(model, tmp_path):
     assert found.returncode == 0, found.stderr
     alphas = pd.read_csv(tmp_path / "alpha/rows.csv")["alpha"].tolist()
     assert alphas == pytest.approx(singles["alpha"].tolist()[:5], rel=1e-12)
+
+
+def linear_term_without_the_last_mlp(model, cache) -> float:
+    """⟨∂ Σ NLL / ∂x, -MLP⟩ at the final stream by jax.grad of the head alone, nats."""
+    checkpoint = convert.resolve(str(model / "hf" / "step000003"), cache)
+    transformer, config = checkpoint.restore(), checkpoint.config
+    batches = removals.window_batches(
+        text.read_documents(str(model / "heldout.txt")),
+        text.load_tokenizer(checkpoint.tokenizer_dir),
+        max_tokens=100,
+        seq_len=16,
+        stride=16,
+        bos="auto",
+        windows_per_batch=4,
+        vocab_size=config.vocab_size,
+    )
+    total, last = 0.0, config.num_layers - 1
+    for one in batches:
+        engine, batch = Sweep(transformer, Problem(one.batch)), one.batch
+
+        def loss(x, batch=batch):
+            logp = jax.nn.log_softmax(transformer.head(x.reshape(-1, config.model_dim)))
+            picked = logp[np.arange(batch.targets.size), batch.targets.reshape(-1)]
+            return -jnp.where(batch.scored.reshape(-1), picked, 0).sum()
+
+        block, x, out = transformer.block(last), engine.trunk[last], engine.trunk[last + 1]
+        heads = block.attn.heads(block.qkv(x, engine.rope), None)
+        edited = block.finish(x, block.attn.project(heads), mlp=False)
+        total += float((jax.grad(loss)(out) * (edited - out)).sum())
+    return total
+
+
+def test_estimates_of_what_is_removed(model, tmp_path):
+    common = [f"--model={model}/hf/step000003", f"--text={model}/heldout.txt", "--tokens=100",
+              "--seq_len=16", "--kmax=2", "--strategies=last_n,zone_aware",
+              "--component=mlp"]  # fmt: skip
+    for name in ("first_order", "second_order"):
+        done = program(
+            "pruning.py", *common, f"--estimator={name}", f"--out={name}", where=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+    assert "17 backward passes" in done.stdout
+    first, second = (
+        pd.read_csv(tmp_path / name / "singles.csv").delta_log
+        for name in ("first_order", "second_order")
+    )
+    assert (second >= first).all()
+    rows = pd.read_parquet(tmp_path / "first_order" / "rows.parquet")
+    assert set(rows.estimator[rows.k > 0]) == {"first_order"}
+    assert set(rows.estimator[rows.k == 0]) == {"exact"}
+    change = rows.groupby("layers").nll_sum.sum()
+    change = change - change[""]
+    expected = linear_term_without_the_last_mlp(model, tmp_path / "cache")
+    assert change["5"] == pytest.approx(expected, rel=1e-3)
+    assert abs(expected) > 0.1
+    # The linear term of a set is the sum of its layers'.
+    assert change["4,5"] == pytest.approx(change["4"] + change["5"], rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize(
