@@ -5,10 +5,10 @@ import hashlib
 import numpy as np
 from absl import flags
 
+from jaxablate.curves import BLOCK_TOKENS
 from jaxablate.errors import UserError
 
 FLAGS = flags.FLAGS
-BLOCK_TOKENS = 16  # of a row's block_nll, the units of the bootstrap within a document
 
 
 def define_flags() -> None:
@@ -156,7 +156,7 @@ def question_rows(case, nll: np.ndarray, about: dict) -> list[dict]:
     for continuation in case.continuations:
         part = nll[start : start + len(continuation.answer_ids)]
         start += len(part)
-        blocks = block_sums(part, BLOCK_TOKENS)
+        blocks = block_sums(part)
         found.append(
             about
             | {

@@ -21,7 +21,7 @@ from absl import flags
 
 from experiments import article_cases, command_line
 from experiments.command_line import say
-from jaxablate import budgets, hosts, results
+from jaxablate import budgets, results
 from jaxablate.errors import UserError
 
 FULL_CACHE, REFERENCE = "full cache", "uniform"
@@ -54,17 +54,8 @@ def main() -> None:
     cases = article_cases.read(loaded)
     _say_overlap(rows, cases)
     settings = article_cases.settings() | {"baseline": 0.0}
-    with hosts.open_run(
-        FLAGS.out,
-        experiment="budgets",
-        settings=settings,
-        flags=command_line.resolved_flags(),
-        model_digest=loaded.digest,
-        columns=COLUMNS,
-        constants={"dtype": FLAGS.dtype, "seed": FLAGS.seed, "method": FLAGS.method},
-        device=device.description,
-        shard=command_line.shard(),
-        unit="budgets and ratios",
+    with command_line.open_run(
+        "budgets", loaded, device, settings, COLUMNS, "method", unit="budgets and ratios"
     ) as run:
         run.plan(_plan(cases, shares, ratios))
         if run.complete():

@@ -150,6 +150,33 @@ def shard():
     return results.parse_shard(flags.FLAGS.shard, os.environ)
 
 
+def open_run(
+    experiment: str,
+    loaded: "LoadedModel",
+    device: "Device",
+    settings: dict[str, Any],
+    columns: dict[str, type],
+    *constants: str,
+    unit: str = "configurations",
+):
+    """`hosts.open_run` in --out; the values of the flags named `constants` stand in every row."""
+    from jaxablate import hosts
+
+    found = flags.FLAGS
+    return hosts.open_run(
+        found.out,
+        experiment=experiment,
+        settings=settings,
+        flags=resolved_flags(),
+        model_digest=loaded.digest,
+        columns=columns,
+        constants={name: found[name].value for name in ("dtype", "seed", *constants)},
+        device=device.description,
+        shard=shard(),
+        unit=unit,
+    )
+
+
 def announce_plan(config, configurations: Sequence[Any], batches: Sequence[Any]) -> None:
     """Print a sweep's plan over batches without a prefix, and how long it should take now."""
     from jaxablate import estimate

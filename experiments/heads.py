@@ -21,11 +21,11 @@ from absl import flags
 
 from experiments import command_line, estimation
 from experiments.command_line import say
-from jaxablate import hosts, results
+from jaxablate import results
+from jaxablate.curves import BLOCK_TOKENS
 from jaxablate.errors import UserError
 
 BASELINE = "baseline"
-BLOCK_TOKENS = 16
 COLUMNS = {"layer": int, "head": int, "null": str, "mask": int}
 FLAGS = flags.FLAGS
 
@@ -46,19 +46,8 @@ def main() -> None:
     names = _names(loaded.config, masks)
     batches = command_line.text_batches(loaded)
     settings = command_line.text_settings() | {"null": FLAGS.null, "dtype": FLAGS.dtype}
-    with hosts.open_run(
-        FLAGS.out,
-        experiment="heads",
-        settings=settings
-        | {"block_tokens": BLOCK_TOKENS, "masks": _digest(masks)}
-        | estimation.settings(),
-        flags=command_line.resolved_flags(),
-        model_digest=loaded.digest,
-        columns=COLUMNS,
-        constants={"dtype": FLAGS.dtype, "seed": FLAGS.seed, "null": FLAGS.null},
-        device=device.description,
-        shard=command_line.shard(),
-    ) as run:
+    settings |= {"block_tokens": BLOCK_TOKENS, "masks": _digest(masks)} | estimation.settings()
+    with command_line.open_run("heads", loaded, device, settings, COLUMNS, "null") as run:
         parts = _plan(batches, names, loaded.config.num_layers)
         run.plan([part.spec for part in parts])
         if run.complete():
@@ -210,7 +199,7 @@ def _row(
     """A row from the NLL of all tokens, or from an estimated sum, which has no blocks."""
     from jaxablate.curves import block_sums
 
-    blocks = block_sums(nll, BLOCK_TOKENS)
+    blocks = block_sums(nll)
     single = mask is not None and FLAGS.masks is None
     return {
         "configuration": name,

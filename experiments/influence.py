@@ -23,7 +23,7 @@ from absl import flags
 
 from experiments import article_cases, command_line, estimation
 from experiments.command_line import say
-from jaxablate import hosts, results
+from jaxablate import results
 from jaxablate.curves import BASELINE, FULL_CACHE, influence_curves, point_key
 from jaxablate.errors import UserError
 
@@ -63,17 +63,7 @@ def main() -> None:
     points = _points(loaded.config)
     cases = article_cases.read(loaded)
     plan = _plan(cases, points, loaded.config.num_layers)
-    with hosts.open_run(
-        FLAGS.out,
-        experiment="influence",
-        settings=settings,
-        flags=command_line.resolved_flags(),
-        model_digest=loaded.digest,
-        columns=COLUMNS,
-        constants={"dtype": FLAGS.dtype, "seed": FLAGS.seed, "method": FLAGS.method},
-        device=device.description,
-        shard=command_line.shard(),
-    ) as run:
+    with command_line.open_run("influence", loaded, device, settings, COLUMNS, "method") as run:
         run.plan([part for parts in plan.values() for part in parts])
         if run.complete():
             say(f"the result is there already: {run.out / 'rows.parquet'}; drawing it again")

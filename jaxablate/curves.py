@@ -7,6 +7,8 @@ from jaxablate import scoring
 from jaxablate.errors import UserError
 
 BASELINE, FULL_CACHE = "baseline", "full cache"
+# Tokens of a block, the unit of the bootstrap within a document.
+BLOCK_TOKENS = 16
 # From the strongest to the weakest statement about a point.
 ESTIMATORS = ("exact", "interpolated", "second_order", "estimated", "first_order")
 
@@ -139,7 +141,7 @@ def _pooled_blocks(
     for name in documents:
         chosen = [q for q, of in enumerate(names) if of == name]
         parts = [per_question[q] for q in chosen]
-        lengths = [_block_lengths(int(tokens[q]), per_question[q].shape[1]) for q in chosen]
+        lengths = [block_lengths(int(tokens[q]), per_question[q].shape[1]) for q in chosen]
         units = scoring.block_units(parts, lengths)
         values.append(units.values / len(documents))
         weights.append(units.weights / len(documents))
@@ -148,8 +150,8 @@ def _pooled_blocks(
     )
 
 
-def block_sums(nll: np.ndarray, block_tokens: int) -> list[float]:
-    """Sums over consecutive blocks of scored tokens, float64; the last block takes the rest.
+def block_sums(nll: np.ndarray, block_tokens: int = BLOCK_TOKENS) -> list[float]:
+    """Sums over consecutive blocks of scored tokens, float64, of at least so many tokens.
 
     Blocks are as equal as can be, so that their lengths follow from their number.
     """
@@ -157,5 +159,6 @@ def block_sums(nll: np.ndarray, block_tokens: int) -> list[float]:
     return [float(part.astype(np.float64).sum()) for part in np.array_split(nll, count)]
 
 
-def _block_lengths(total: int, count: int) -> np.ndarray:
+def block_lengths(total: int, count: int) -> np.ndarray:
+    """Tokens of each of the `count` blocks that `block_sums` makes of `total` scored tokens."""
     return np.asarray([len(part) for part in np.array_split(np.arange(total), count)])

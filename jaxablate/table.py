@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from jaxablate import scoring
-from jaxablate.curves import block_sums
+from jaxablate.curves import block_lengths, block_sums
 from jaxablate.documents import Document
 from jaxablate.edits import Configuration
 from jaxablate.errors import UserError
@@ -17,7 +17,6 @@ from jaxablate.windows import Batch, windows
 
 # Tokens of one problem: enough for large matrix products, few enough for many states in memory.
 PROBLEM_TOKENS = 2048
-BLOCK_TOKENS = 16
 
 
 def text_batches(
@@ -91,10 +90,10 @@ def sweep_table(
     for done, problem in enumerate(problems):
         engine = Sweep(model, problem, options or SweepOptions())
         nll = np.concatenate([engine.baseline_nll[None], engine.run(configurations)])
-        parts = [block_sums(line, BLOCK_TOKENS) for line in nll]
+        parts = [block_sums(line) for line in nll]
         values.append(np.asarray(parts))
         count = len(parts[0])
-        weights.append([len(part) for part in np.array_split(nll[0], count)])
+        weights.append(block_lengths(nll.shape[1], count))
         if on_problem is not None:
             on_problem(done + 1, len(problems))
     units = scoring.Units(
@@ -173,7 +172,7 @@ def units_of_rows(rows: pd.DataFrame, baseline: str) -> tuple[scoring.Units, lis
         values.append(np.concatenate(groups[key].block_nll.to_list()))
     first = groups[baseline]
     lengths = [
-        [len(part) for part in np.array_split(np.arange(total), len(blocks))]
+        block_lengths(total, len(blocks))
         for total, blocks in zip(first.scored_tokens, first.block_nll)
     ]
     weights = np.concatenate(lengths).astype(np.float64)
