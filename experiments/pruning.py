@@ -8,8 +8,8 @@
 
 All sets of a run go through the engine together, so that shared prefixes are computed once:
 793 sets of up to 4 of 12 layers cost 1,585 block evaluations instead of 6,732. Writes rows,
-singles.csv, strategies.csv, advantage.csv, run.json and figures to --out; the same command goes on
-after an interruption, and redraws without computing when all is there.
+singles.csv, strategies.csv, advantage.csv, all of them as tables.md, run.json and figures to --out;
+the same command goes on after an interruption, and redraws without computing when all is there.
 """
 
 from pathlib import Path
@@ -67,7 +67,7 @@ def define_flags() -> None:
 
 
 def main() -> None:
-    from jaxablate import removal_figures, removal_study, results
+    from jaxablate import removal_figures, removal_report, removal_study, results
 
     device = command_line.find_device()
     loaded = command_line.LoadedModel(FLAGS.model)
@@ -90,6 +90,8 @@ def main() -> None:
     title = FLAGS.title or f"{Path(FLAGS.model).name}, {Path(FLAGS.text).name}"
     paths = removal_figures.draw(study, outcome, out, title)
     tables = [out / f"{name}.csv" for name in ("rows", "singles", "strategies", "advantage")]
+    tables.append(out / "tables.md")
+    tables[-1].write_text(removal_report.markdown(study, outcome))
     for path in [*tables, *paths]:
         say(f"wrote       {path}")
     if FLAGS.save_pruned:

@@ -69,6 +69,14 @@ def test_pruning_writes_tables_figures_and_a_pruned_model(model, tmp_path):
     names = {path.name for path in (out / "figures").iterdir()}
     panels = ("alpha_profile", "pruning_impact", "advantage", "pruning", "alpha_against_impact")
     assert names == {f"{panel}.{kind}" for panel in panels for kind in ("png", "svg")}
+    lines = (out / "tables.md").read_text().splitlines()
+    strategies = pd.read_csv(out / "strategies.csv")
+    worst = strategies[(strategies.strategy == "worst_true") & (strategies.k == 2)].iloc[0]
+    assert any(
+        line.startswith(f"| 2 | worst_true | {worst.layers} | {worst.delta:.4g} |")
+        for line in lines
+    )
+    assert len([line for line in lines if line.startswith("|")]) == len(strategies) + 6 + 4
     singles = pd.read_csv(out / "singles.csv")
     assert singles["zone"].tolist() == ["boundary"] * 2 + ["interior"] * 2 + ["boundary"] * 2
     assert (tmp_path / "pruned/hf/tokenizer.json").is_file()
