@@ -115,25 +115,24 @@ def block_rates(bench: Bench) -> list[Row]:
 
 
 def influence_sweep(bench: Bench) -> list[Row]:
-    """8 heads x 8 ratios behind an article of 1,500 tokens, 256 scored."""
+    """8 heads x 8 ratios behind an article of 1,500 tokens, 256 scored; all heads by estimates."""
     from bench import rivals
+    from jaxablate.estimates import estimate as estimated
 
     article = 600 if bench.quick else 1500
     heads = INFLUENCE_HEADS[::2] if bench.quick else INFLUENCE_HEADS
     document = read_documents("pydoc", limit=1)[0]
     case = plain_case(document, bench.tokenizer, article_tokens=article, scored_tokens=256)
     base = num_kept(0.05, case.article_tokens)
-    points = [(head, num_kept(ratio, case.article_tokens)) for head in heads for ratio in RATIOS]
-    counts: dict = {
-        (i, j): [base]
-        for i in range(bench.config.num_layers)
-        for j in range(bench.config.num_kv_heads)
-    }
-    for head, count in points:
-        counts[head].append(count)
-    full = max(count for _, count in points)
-    everything = {head: sorted({*found, full}) for head, found in counts.items()}
-    context = influence.compact_context(bench.model, case, everything)
+    grid = [num_kept(ratio, case.article_tokens) for ratio in RATIOS]
+    points = [(head, count) for head in heads for count in grid]
+    full = max(grid)
+    every = [
+        (i, j) for i in range(bench.config.num_layers) for j in range(bench.config.num_kv_heads)
+    ]
+    context = influence.compact_context(
+        bench.model, case, influence.influence_counts(every, every, base, grid)
+    )
     problem = influence.influence_problem(context, case, base)
     configurations = [influence.head_configuration(h, count, base) for h, count in points]
 
@@ -153,22 +152,26 @@ def influence_sweep(bench: Bench) -> list[Row]:
     )  # fmt: skip
     targets = batch.targets[0]
     loop_points = points[:: len(points) // 4]
+    whole_map = [influence.head_configuration(h, n, base) for h in every for n in grid]
+    baseline = Sweep(bench.model, problem, OPTIONS)
     timings = interleaved(
         {
             "ours": ours,
             "batched": lambda: rival.run(points, targets, 16),
             "loop": lambda: rival.run(loop_points, targets, 1),
+            "first order": lambda: estimated(baseline, whole_map, "first_order"),
+            "second order": lambda: estimated(baseline, whole_map, "second_order"),
         },
         1 if bench.quick else 2,
         agreement("influence", 1e-3, rival="batched"),
     )
-    engine = Sweep(bench.model, problem, OPTIONS)
-    plan = engine.plan(configurations)
+    plan = baseline.plan(configurations)
+    # Every state is scored once, and blocks take most of the time: exact is scaled by them.
+    times = baseline.plan(whole_map).block_evaluations / plan.block_evaluations
+    ours_scaled = _times(timings["ours"], times)
     flops = estimate.sweep_flops(bench.config, plan, 256, 128 + base, 256)
     floor = flops / np.mean([bench.rate() for _ in range(5)])
-    loop = timings["loop"]
-    scale = len(points) / len(loop_points)
-    loop = Timing(loop.median * scale, loop.low * scale, loop.high * scale, loop.first)
+    loop = _times(timings["loop"], len(points) / len(loop_points))
     name = f"exact influence sweep, {len(points)} configurations, article {article}, 256 scored"
     state = problem.batch.inputs.size * bench.config.model_dim * 4
     return [
@@ -176,7 +179,18 @@ def influence_sweep(bench: Bench) -> list[Row]:
             f"bar 0.70 of the matmul rate; {plan.block_evaluations} of "
             f"{plan.naive_block_evaluations} block evaluations; {state / 2**20:.2f} MiB per state"),
         Row(name, timings["ours"], loop, f"PyTorch, one at a time ({len(loop_points)} timed)", 4.0),
+        *[
+            Row(f"{kind}, all {len(every)} heads x {len(grid)} ratios", timings[kind], ours_scaled,
+                f"ours, exact (x {times:.1f} by block evaluations)", bar)
+            for kind, bar in (("first order", 50.0), ("second order", 8.0))
+        ],
     ]  # fmt: skip
+
+
+def _times(timing: Timing, factor: float) -> Timing:
+    return Timing(
+        timing.median * factor, timing.low * factor, timing.high * factor, timing.first * factor
+    )
 
 
 def text_problem(bench: Bench, tokens: int, seq_len: int) -> tuple[Batch, Problem]:
@@ -206,9 +220,7 @@ def head_gates(bench: Bench) -> list[Row]:
         1,
         agreement("gates", 0.05, every),
     )
-    scale = len(gates) / len(sample)
-    theirs = timings["rival"]
-    theirs = Timing(theirs.median * scale, theirs.low * scale, theirs.high * scale, theirs.first)
+    theirs = _times(timings["rival"], len(gates) / len(sample))
     plan = plan_sweep(configurations, layers, 10**9)
     flops = estimate.sweep_flops(bench.config, plan, 256, 128, 256)
     floor = flops / np.mean([bench.rate() for _ in range(5)])
@@ -339,17 +351,24 @@ def alpha(bench: Bench) -> list[Row]:
         for i in layers
     ]
 
+    def one(matrix: np.ndarray) -> float:
+        return spectra.fit_alpha(spectra.singular_values(matrix), "ml").alpha
+
     def ours() -> list[float]:
-        return [
-            spectra.fit_alpha(spectra.singular_values(matrix), "ml").alpha for matrix in matrices
-        ]
+        return list(spectra.in_threads(one, matrices))
+
+    def eigenvalues() -> list[np.ndarray]:
+        return list(spectra.in_threads(np.linalg.eigvalsh, grams))
+
+    wide = [matrix.astype(np.float64) for matrix in matrices]
+    grams = [matrix @ matrix.T for matrix in wide]
 
     name = f"α (maximum likelihood) of {len(matrices)} W_Q of SmolLM2"
     try:
         import torch
         import weightwatcher
     except ImportError as error:
-        timing = interleaved({"ours": ours}, bench.repeats)["ours"]
+        timing = interleaved({"ours": ours}, 3)["ours"]
         return [Row(name, timing, rival_name="WeightWatcher absent", note=str(error)[:60])]
 
     module = torch.nn.Sequential(
@@ -362,9 +381,13 @@ def alpha(bench: Bench) -> list[Row]:
         watcher = weightwatcher.WeightWatcher(model=module)
         return list(watcher.analyze(min_evals=10).alpha)
 
-    timings = interleaved({"ours": ours, "theirs": theirs}, 1)
+    sides = {"ours": ours, "theirs": theirs, "eigenvalues": eigenvalues}
+    timings = interleaved(sides, 3)
     worst = np.abs(np.asarray(ours()) - np.asarray(theirs())).max()
-    note = f"largest difference of an α {worst:.2g}"
+    note = (
+        f"largest difference of an α {worst:.2g}; LAPACK's eigenvalues of the Gram matrices alone "
+        f"take {timings['eigenvalues'].median:.3g} s"
+    )
     return [Row(name, timings["ours"], timings["theirs"], "WeightWatcher", 5.0, None, note)]
 
 

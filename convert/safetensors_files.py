@@ -9,6 +9,7 @@ import json
 import math
 import os
 import struct
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -186,10 +187,11 @@ class SafetensorsFiles:
 
 
 class FileReader:
-    """Reads pieces of files, which stay open until this object goes."""
+    """Reads pieces of files, from any thread; they stay open until this object goes."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
+        self._opening = threading.Lock()
         weakref.finalize(self, _close_all, self._descriptors)
 
     def read(self, path: Path, offset: int, size: int) -> np.ndarray:
@@ -201,8 +203,9 @@ class FileReader:
         data = np.empty(size, np.uint8)
         done = 0
         try:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, os.O_RDONLY)
+            with self._opening:
+                if path not in self._descriptors:
+                    self._descriptors[path] = os.open(path, os.O_RDONLY)
             while done < size:  # one call reads 2 GB at most
                 count = os.preadv(self._descriptors[path], [data[done:].data], offset + done)
                 if count == 0:

@@ -13,6 +13,7 @@ matrices it needs; the 30 W_Q of SmolLM2 take a second. Rows: OUT/rows.csv, OUT/
 """
 
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Sequence
@@ -64,6 +65,10 @@ class AlphaFitter:
                 null = self.null(which.values.shape, estimator)
                 found.append(profiles.fit_row(fit, null, which, layer, zone, digest))
         return found
+
+    def site_rows(self, parameters: Parameters, site: tuple[int, str]) -> list[dict[str, Any]]:
+        """`rows` of a (layer, matrix)."""
+        return self.rows(parameters, *site)
 
     def null(self, shape: tuple[int, ...], estimator: str) -> AlphaFit:
         """The Gaussian null of a shape: the mean α of `null_draws` matrices."""
@@ -144,8 +149,9 @@ def run(
         places = dict(zip(names, opened))
         for part in record.pending():
             found: list[dict[str, Any]] = []
-            for done, (layer, matrix) in enumerate(sites, 1):
-                found += fitter.rows(places[part.document], layer, matrix)
+            rows = functools.partial(fitter.site_rows, places[part.document])
+            for done, of_site in enumerate(spectra.in_threads(rows, sites), 1):
+                found += of_site
                 record.progress.advance(part.cost / len(sites) if done < len(sites) else 0)
             record.write(part, found)
         record.finish()

@@ -1,12 +1,12 @@
 """Converted models on disk: Orbax arrays in groups, with configuration, tokenizer and digest.
 
-    DIR/checkpoint.json     format version, config, leaves (dtype, shape, sha256), digest, origin
+    DIR/checkpoint.json     format version, config, leaves (dtype, shape, digest), digest, origin
     DIR/weights/embed       one Orbax checkpoint per group, a leaf per tensor of a layer:
     DIR/weights/block_0     a layer can be read, or written, without the others
     DIR/weights/final       final norm, and the unembedding where it is not tied
     DIR/tokenizer/          the tokenizer's own files, where the model came with one
 
-A checkpoint is finished or absent: it is written beside its place and renamed.
+A checkpoint is finished or absent: it is written beside its place, verified, and renamed.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxablate.streaming import StreamedTransformer
 
 FORMAT = "jaxablate checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION, READABLE_VERSIONS = 2, (1, 2)
 METADATA_NAME = "checkpoint.json"
 WEIGHTS_NAME = "weights"
 TOKENIZER_NAME = "tokenizer"
@@ -59,7 +59,10 @@ class Checkpoint:
         self.provenance: dict[str, Any] = metadata["provenance"]
         self.leaves = {
             name: Leaf(
-                DTYPES[leaf["dtype"]], tuple(leaf["shape"]), leaf["sha256"], leaf.get("parts", 1)
+                DTYPES[leaf["dtype"]],
+                tuple(leaf["shape"]),
+                leaf["digest"] if "digest" in leaf else leaf["sha256"],  # of format version 1
+                leaf.get("parts", 1),
             )
             for name, leaf in metadata["leaves"].items()
         }
@@ -150,7 +153,7 @@ class Checkpoint:
         return StreamedTransformer(self, dtype, sharding)
 
     def verify(self) -> None:
-        """Read every weight again and compare it with its sha256.
+        """Read every weight again and compare it with its digest.
 
         Raises:
           UserError: a weight is damaged; the message names it.
@@ -195,10 +198,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if metadata["format"] != FORMAT:
             raise ValueError(f"format is {metadata['format']!r}")
         version = metadata["format_version"]
-        if version != FORMAT_VERSION:
+        if version not in READABLE_VERSIONS:
             raise UserError(
                 f"{directory} has format version {version}; this program reads "
-                f"version {FORMAT_VERSION}: convert again, or use a newer version"
+                f"versions up to {FORMAT_VERSION}: convert again, or use a newer version"
             )
         checkpoint = Checkpoint(directory, metadata)
         sizes = dict(metadata["files"])
@@ -264,7 +267,7 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def weights_digest(config: Mapping[str, Any], leaves: Mapping[str, Leaf]) -> str:
     """sha256 over the configuration and every leaf's dtype, shape and own digest."""
-    described = {path: [leaf.dtype.name, *leaf.shape, leaf.sha256] for path, leaf in leaves.items()}
+    described = {path: [leaf.dtype.name, *leaf.shape, leaf.digest] for path, leaf in leaves.items()}
     text = json.dumps({"config": config, "leaves": described}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -105,7 +105,7 @@ def test_large_arrays_are_stored_in_parts(tmp_path, monkeypatch):
     assert found.sharding == rows
     parts.verify()
     leaf = parts.leaves["embed/embedding"]
-    parts.leaves["embed/embedding"] = leaf._replace(sha256="0" * 64)
+    parts.leaves["embed/embedding"] = leaf._replace(digest="0" * 64)
     with pytest.raises(UserError, match="embed/embedding"):
         parts.verify()
 
@@ -229,7 +229,7 @@ def test_nothing_is_overwritten(saved):
 
 def test_an_unknown_format_version_is_refused(saved):
     file = saved.path / METADATA_NAME
-    file.write_text(file.read_text().replace('"format_version": 1', '"format_version": 99'))
+    file.write_text(file.read_text().replace('"format_version": 2', '"format_version": 99'))
     with pytest.raises(UserError, match="format version 99"):
         open_checkpoint(saved.path)
 
