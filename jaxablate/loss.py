@@ -1,5 +1,8 @@
 """Negative log-likelihood of tokens, the vocabulary in tiles: logits never exist all at once."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -22,6 +25,39 @@ def token_nll(
     """
     top, mass, chosen = nll_parts(head, x, targets)
     return top + jnp.log(mass) - chosen
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def states_nll(
+    head: Unembedding,
+    x: Float[Array, "S B T D"],
+    scored: Int[Array, "n"],
+    targets: Int[Array, "n"],
+    size: int,
+) -> Float[Array, "S n"]:
+    """`token_nll` of the scored positions of every state, `size` tokens at a time."""
+    return scored_nll(lambda rows, wanted: token_nll(head, rows, wanted), x, scored, targets, size)
+
+
+def scored_nll(
+    function: Callable[[Array, Array], Array],
+    x: Float[Array, "S B T D"],
+    scored: Int[Array, "n"],
+    targets: Int[Array, "n"],
+    size: int,
+) -> Float[Array, "S n"]:
+    """Apply ([m, D], targets [m]) -> NLL [m] to the scored positions, at most `size` at a time."""
+    rows = x.reshape(x.shape[0], -1, x.shape[-1])[:, scored]
+    wanted = jnp.broadcast_to(targets, rows.shape[:2]).reshape(-1)
+    rows = rows.reshape(-1, x.shape[-1])
+    whole = len(rows) - len(rows) % size
+    parts = []
+    if whole:
+        pieces = rows[:whole].reshape(-1, size, rows.shape[1]), wanted[:whole].reshape(-1, size)
+        parts.append(jax.lax.map(lambda piece: function(*piece), pieces).reshape(-1))
+    if whole < len(rows):
+        parts.append(function(rows[whole:], wanted[whole:]))
+    return jnp.concatenate(parts).reshape(x.shape[0], -1)
 
 
 def nll_parts(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxablate import steps
 from jaxablate.attention import LayerPrefix
-from jaxablate.loss import nll_parts
+from jaxablate.loss import nll_parts, scored_nll
 from jaxablate.mesh import CONFIG, MODEL, STATES, WHOLE, param_spec
 from jaxablate.placement import to_host
 
@@ -36,6 +36,9 @@ class OnMesh:
 
     def prefix(self, prefix: LayerPrefix | None) -> LayerPrefix | None:
         return jax.tree.map(lambda array: self._put(array, PartitionSpec(MODEL)), prefix)
+
+    def take(self, chunk: Array, start: int, count: int) -> Array:
+        return chunk[start : start + count]
 
     def gather(self, parts: Sequence[Array], padding: int) -> Array:
         parts = [*parts, *[parts[-1][-1:]] * padding]
@@ -148,18 +151,8 @@ def _nll(
     kernel = PartitionSpec(*[None] * axis, MODEL) if split else WHOLE
 
     def local(head: Any, x: Array, scored: Array, targets: Array) -> Array:
-        rows = x.reshape(x.shape[0], -1, x.shape[-1])[:, scored]
-        wanted = jnp.broadcast_to(targets, rows.shape[:2]).reshape(-1)
-        rows = rows.reshape(-1, x.shape[-1])
         nll = functools.partial(_vocabulary_nll, head, split)
-        whole = len(rows) - len(rows) % size
-        parts = []
-        if whole:
-            pieces = rows[:whole].reshape(-1, size, rows.shape[1]), wanted[:whole].reshape(-1, size)
-            parts.append(jax.lax.map(lambda piece: nll(*piece), pieces).reshape(-1))
-        if whole < len(rows):
-            parts.append(nll(rows[whole:], wanted[whole:]))
-        return jnp.concatenate(parts).reshape(x.shape[0], -1)
+        return scored_nll(nll, x, scored, targets, size)
 
     def rule(names: tuple[str, ...], leaf: Any) -> PartitionSpec:
         return kernel if names == ("kernel",) else WHOLE

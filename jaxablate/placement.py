@@ -1,5 +1,6 @@
 """Where a sweep's arrays lie and its compiled steps run: one device here, a mesh in `mesh`."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxablate import steps
 from jaxablate.attention import LayerPrefix
-from jaxablate.loss import token_nll
+from jaxablate.loss import states_nll
 
 
 class Placement(Protocol):
@@ -29,6 +30,9 @@ class Placement(Protocol):
 
     def prefix(self, prefix: LayerPrefix | None) -> LayerPrefix | None:
         """One layer's shared prefix."""
+
+    def take(self, chunk: Array, start: int, count: int) -> Array:
+        """Some neighbouring states of a chunk, [count, B, T, D]."""
 
     def gather(self, parts: Sequence[Array], padding: int) -> Array:
         """States [S, B, T, D] one after the other; the last repeated `padding` times."""
@@ -62,6 +66,9 @@ class OneDevice:
     def prefix(self, prefix: LayerPrefix | None) -> LayerPrefix | None:
         return prefix
 
+    def take(self, chunk: Array, start: int, count: int) -> Array:
+        return chunk if count == len(chunk) else _take_states(chunk, np.int32(start), count)
+
     def gather(self, parts: Sequence[Array], padding: int) -> Array:
         return parts[0] if len(parts) == 1 else jnp.concatenate(list(parts))
 
@@ -90,14 +97,13 @@ class OneDevice:
         targets: Int[Array, "n"],
         size: int,
     ) -> Float[np.ndarray, "S n"]:
-        states = x.shape[0]
-        rows = x.reshape(states, -1, x.shape[-1])[:, scored].reshape(-1, x.shape[-1])
-        targets = jnp.tile(targets, states)
-        parts = [
-            token_nll(head, rows[i : i + size], targets[i : i + size])
-            for i in range(0, len(targets), size)
-        ]
-        return np.concatenate([np.asarray(part) for part in parts]).reshape(states, -1)
+        return np.asarray(states_nll(head, x, scored, targets, size))
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _take_states(chunk: Array, start: Array, count: int) -> Array:
+    # Compiled: an eager slice takes longer than a block of a small model.
+    return jax.lax.dynamic_slice_in_dim(chunk, start, count)
 
 
 def to_host(array: Any) -> np.ndarray:

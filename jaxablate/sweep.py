@@ -268,7 +268,7 @@ class Sweep:
             node.chunk is chunk and node.place == i for i, node in enumerate(nodes)
         ):
             return chunk
-        parts = [r[0].chunk[r[0].place : r[-1].place + 1] for r in runs(nodes)]
+        parts = [self.place.take(r[0].chunk, r[0].place, len(r)) for r in runs(nodes)]
         return self.place.gather(parts, padding)
 
     def _padding(self, items: Sequence[Any]) -> int:
@@ -285,10 +285,7 @@ class Sweep:
         while families:
             parent, children = families.pop()
             if parent is not None:
-                x = parent.chunk
-                if len(x) > 1:
-                    x = x[parent.place : parent.place + 1]
-                x = self.place.shared_state(x)
+                x = self.place.shared_state(self.place.take(parent.chunk, parent.place, 1))
                 attended = self._attend(layer, block, x, edit)
             for chunk in self._chunks(children):
                 if parent is None:
