@@ -75,6 +75,17 @@ def compaction_settings():
     )
 
 
+def note_few_queries(config, most_keys: int) -> None:
+    """Say so where thinned queries cannot determine the values of the largest fit."""
+    rows = None if FLAGS.max_queries is None else FLAGS.max_queries * config.group_size
+    fitted = FLAGS.method in ("match", "select+values")
+    if rows is not None and fitted and rows < most_keys:
+        print(
+            f"note        values of up to {most_keys} keys are fitted to {rows} reference queries: "
+            "they are not determined, and can be far off elsewhere; raise --max_queries"
+        )
+
+
 def read(loaded) -> list:
     """One prompts.Case per document.
 

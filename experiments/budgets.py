@@ -161,6 +161,9 @@ def _compute(run, loaded, cases, shares, ratios, device_kind: str) -> None:
         if done != case.document:
             contexts = None  # frees the one before
             counts = _all_counts(case, shares, ratios)
+            article_cases.note_few_queries(
+                loaded.config, max(count for found in counts.values() for count in found)
+            )
             layers = loaded.config.num_layers
             label = f"compacting {case.document}"
             with Progress(layers, layers, label=label, unit="layers") as bar:

@@ -187,6 +187,7 @@ class DocumentSweep:
         for point in points:
             counts[point.head].append(self._count(point.ratio))
         settings = article_cases.compaction_settings()
+        article_cases.note_few_queries(config, max(max(found) for found in counts.values()))
         self._model = loaded.model()
         layers = config.num_layers
         with Progress(layers, layers, label=f"compacting {case.document}", unit="layers") as bar:

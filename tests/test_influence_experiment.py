@@ -483,3 +483,12 @@ def test_a_bare_flagfile_is_found_among_the_projects_own(child, tmp_path):
     (tmp_path / "demo.flags").write_text("--model=here\n")
     refused(child.run("--flagfile=demo.flags", cwd=tmp_path), "here")
     refused(child.run("--flagfile", "demo.flags", cwd=tmp_path), "here")
+
+
+def test_too_few_reference_queries_are_said(child, home, tmp_path):
+    flags = ("--method=match", "--max_queries=10", "--heads=L0H0", "--documents=1")
+    common = [flag for flag in COMMON if not flag.startswith(("--heads", "--documents"))]
+    answer = child.run(*sources(home), *common, *flags, f"--out={tmp_path}")
+    assert answer.code == 0, answer.err
+    # Three query heads share a KV head; all 56 keys are kept at ratio 1.
+    assert f"values of up to {COMPACTABLE} keys are fitted to 30 reference queries" in answer.out
