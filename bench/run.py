@@ -1,6 +1,6 @@
 """Speed against honest rivals on this machine, in one run, as ratios.
 
-    make bench                     # about 10 minutes on 2 CPU cores
+    make bench                     # about 12 minutes on 2 CPU cores
     python bench/run.py --quick    # about 2 minutes
     python bench/run.py --only=influence,removals --json=bench.json
 

@@ -2,8 +2,8 @@
 
     python tests/mesh_child.py llama config:4,model:2 config:8
 
-Answers with the baseline's and every configuration's token NLL: on one device without a mesh, then
-on each mesh.
+Answers with the baseline's and every configuration's token NLL, and estimates: on one device
+without a mesh, then on each mesh.
 """
 
 import json
@@ -20,14 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from jaxablate import edits
+from jaxablate import edits, first_order
 from jaxablate.attention import LayerPrefix
 from jaxablate.checkpoint import flattened, nested
 from jaxablate.mesh import make_mesh, param_sharding, parse_mesh
 from jaxablate.model import Transformer
 from jaxablate.prefill import prefill
 from jaxablate.problem import Problem
-from jaxablate.sweep import SweepOptions, sweep
+from jaxablate.sweep import Sweep, SweepOptions, sweep
 from jaxablate.windows import Batch
 
 ROWS, LENGTH, KEYS = 2, 7, 5
@@ -58,10 +58,14 @@ def measure(model, config, mesh) -> dict:
     budget = 1 << 20  # several waves
     options = SweepOptions(chunk_tokens=2 * size, score_tokens=8, memory_budget=budget, mesh=mesh)
     base, nll = sweep(model, problem, configurations(config), options)
+    estimated = [c for c in configurations(config) if len(c.edits) == 1]
+    scores = first_order.Gradients(Sweep(model, problem, options), draws=3).run(estimated)
     caches = list(prefill(model, np.arange(9, dtype=np.int32)))
     return {
         "baseline": base.tolist(),
         "nll": nll.tolist(),
+        "first_order": scores.loss.tolist(),
+        "fisher": scores.fisher.tolist(),
         "keys": [cache.k.tolist() for cache in caches],
     }
 

@@ -14,6 +14,7 @@ import torch_models as oracle
 
 from jaxablate import edits, first_order, fisher
 from jaxablate.attention import LayerPrefix
+from jaxablate.checkpoint_writer import save_checkpoint
 from jaxablate.errors import UserError
 from jaxablate.nested_attention import head_outputs, key_sets
 from jaxablate.problem import Problem
@@ -360,6 +361,20 @@ def test_labels_are_drawn_from_the_distribution():
 
 
 # What cannot be estimated
+
+
+def test_streamed_weights_give_the_same_estimates(tmp_path):
+    config = tiny.llama_config(num_layers=3)
+    model, problem = tiny.random_model(config), make_problem(config)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", config, model.to_params())
+    chosen = [*kept_everywhere(config), edits.remove_mlps([1]), edits.remove_attention([0])]
+    resident, streamed = (
+        first_order.Gradients(Sweep(weights, problem), draws=2).run(chosen)
+        for weights in (model, checkpoint.stream(jnp.float32))
+    )
+    np.testing.assert_array_equal(streamed.loss, resident.loss)
+    np.testing.assert_array_equal(streamed.drawn, resident.drawn)
+    assert np.abs(resident.loss).min() > 0
 
 
 def test_refusals(engine):

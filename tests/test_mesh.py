@@ -49,6 +49,9 @@ def test_a_mesh_changes_no_number(answers, family, shape):
         np.testing.assert_allclose(
             np.asarray(several[name]), np.asarray(one[name]), rtol=0, atol=1e-5, err_msg=name
         )
+    for name in ("first_order", "fisher"):  # sums over the tokens of a sequence
+        np.testing.assert_allclose(several[name], one[name], rtol=1e-4, atol=5e-5, err_msg=name)
+    assert np.abs(one["first_order"]).max() > 1e-2
     # Every edit moves the loss by far more than that.
     moved = np.abs(np.asarray(one["nll"]) - np.asarray(one["baseline"])).max(axis=1)
     assert moved.min() > 1e-2
