@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import re
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -84,7 +85,11 @@ def save_arrays(directory: Path, arrays: dict[str, np.ndarray]) -> dict[str, Lea
     tree = {}
     try:
         # Hashing releases the interpreter's lock: it goes on while Orbax writes.
-        with concurrent.futures.ThreadPoolExecutor(1, "digest") as digests, orbax_context():
+        with (
+            concurrent.futures.ThreadPoolExecutor(1, "digest") as digests,
+            orbax_context(),
+            _without_closed_loops(),
+        ):
             hashed = digests.map(_leaf, list(arrays.values()))
             names = list(arrays)
             for path in names:
@@ -106,6 +111,24 @@ def save_arrays(directory: Path, arrays: dict[str, np.ndarray]) -> dict[str, Lea
     if size > SMALL_GROUP_BYTES:
         trim_memory()
     return leaves
+
+
+@contextlib.contextmanager
+def _without_closed_loops() -> Iterator[None]:
+    """Silence what writes of a failed save report to Orbax's event loop, which is closed by then.
+
+    The error itself is raised; these arrive while it is, and after, so that the silence stays.
+    """
+    previous = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            previous(unraisable)
+
+    sys.unraisablehook = hook
+    yield
+    sys.unraisablehook = previous
 
 
 def _stored_as(array: np.ndarray) -> Leaf:

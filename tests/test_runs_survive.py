@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -291,9 +292,17 @@ def test_a_shard_clears_only_its_own_leftovers(tmp_path: Path) -> None:
         assert not list((tmp_path / "parts").iterdir())
 
 
+@pytest.fixture
+def interrupted_by_default() -> Iterator[None]:
+    """SIGINT as Python sets it: in the background of a shell it is ignored from the start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupted_by_default")
 def test_guard_polls_restores_and_is_idle_elsewhere() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with interrupt.guard(), interrupt.guard():
         assert not interrupt.requested()
         interrupt.check()
