@@ -7,8 +7,8 @@ DEMO_OUT := out/demo
 .PHONY: help demo demo-pruning test check format bench clean
 
 help:
-	@echo "make demo          head influence curves of a small real model (about 2 minutes)"
-	@echo "make demo-pruning  train a small Pythia, its α profile and layer pruning (about 12 minutes)"
+	@echo "make demo          head influence curves of a small real model (about a minute)"
+	@echo "make demo-pruning  train a small Pythia, its α profile and layer pruning (about 4 minutes)"
 	@echo "make test          the whole test suite (under 10 minutes on 2 cores)"
 	@echo "make check         format, lint and types"
 	@echo "make bench         speed against PyTorch (about 12 minutes; QUICK=1 for 2 minutes)"
