@@ -215,6 +215,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     _check_leaves(checkpoint)
     for name, size in sizes.items():
         found = (directory / name).stat().st_size if (directory / name).is_file() else None
+        if found is None:
+            raise UserError(f"{directory} is damaged: {name} is missing; convert again")
         if found != size:
             raise UserError(
                 f"{directory} is damaged: {name} has {found} bytes instead of {size}; "

@@ -222,6 +222,26 @@ def test_relative_paths(saved, tmp_path, monkeypatch):
     assert convert.convert(convert.open_source("hf"), Path("x")).path == tmp_path / "x"
 
 
+def test_flipped_bytes_are_noticed_by_every_reader(saved, tmp_path):
+    """Of a size that is right: only a digest can tell, and wrong numbers would be the result."""
+    (file,) = (saved.path / "weights/block_1/state/blocks.1.mlp.up.kernel").glob("0*")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    file.write_bytes(data)
+    checkpoint = open_checkpoint(saved.path)
+    readers = [
+        checkpoint.restore,
+        lambda: checkpoint.read("blocks/1/mlp/up/kernel"),
+        lambda: checkpoint.stream(jnp.float32).block(1),
+        lambda: convert.export_hf(saved.config, checkpoint, tmp_path / "hf"),
+        checkpoint.verify,
+    ]
+    for reader in readers:
+        with pytest.raises(UserError, match="blocks/1/mlp/up/kernel does not have its digest"):
+            reader()
+    assert checkpoint.read("blocks/0/mlp/up/kernel").shape  # what is intact can be read
+
+
 def test_nothing_is_overwritten(saved):
     with pytest.raises(UserError, match="exists already"):
         save_checkpoint(saved.path, saved.config, saved.restore().to_params())
