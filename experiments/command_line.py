@@ -223,6 +223,11 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:
+    # --help shows the flags of the main module alone: ours come from several.
+    for name, ours in flags.FLAGS.flags_by_module_dict().items():
+        if name.startswith("experiments."):
+            for flag in ours:
+                flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:
@@ -302,7 +307,7 @@ def parse_ratios(text: str, name: str) -> list[float]:
             bounds = [float(part) for part in item.split(":")]
         except ValueError:
             raise UserError(f"--{name}: {item!r} is no ratio; write 0.05 or 0:0.5:0.01") from None
-        if len(bounds) == 3 and bounds[2] > 0 and bounds[1] - bounds[0] < 10_000 * bounds[2]:
+        if len(bounds) == 3 and bounds[2] > 0 and 0 <= bounds[1] - bounds[0] < 10_000 * bounds[2]:
             steps = round((bounds[1] - bounds[0]) / bounds[2])
             ratios.update(round(bounds[0] + i * bounds[2], 9) for i in range(steps + 1))
         elif len(bounds) == 1:

@@ -27,8 +27,9 @@ def define_flags(tolerance: bool = True) -> None:
     flags.DEFINE_float(
         "tolerance",
         None,
-        "Exact points only where it takes them for all of a document's Δ log-perplexities to be "
-        "within this; the others are estimated by second_order and corrected.",
+        "Exact points only where it takes them for a document's Δ log-perplexities to be within "
+        "this (of SmolLM2's points 99.6 % were at 0.002); the others are estimated by second_order "
+        "and corrected. Bounds are statistical.",
     )
 
 

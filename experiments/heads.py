@@ -228,7 +228,7 @@ def report(out: Path, rows: pd.DataFrame, masks: np.ndarray) -> None:
         table = sums_table(rows, BASELINE)
     about = rows.drop_duplicates("configuration").set_index("configuration")
     columns = ["layer", "head"] if FLAGS.masks is None else ["mask"]
-    table = table.join(about[columns], on="configuration")
+    table = table.join(about[[*columns, "estimator"]], on="configuration")
     base = table.log_ppl[0]
     say(
         f"baseline    log-perplexity {base:.4f} (perplexity {scoring.format_perplexity(base)}) "
@@ -248,6 +248,8 @@ def report(out: Path, rows: pd.DataFrame, masks: np.ndarray) -> None:
         say(f"(30 largest of {len(shown)}; all in heads.csv)")
     values = table.delta_log_ppl.to_numpy()[1:]
     label = f"Δ log(perplexity), null {FLAGS.null}"
+    if estimation.estimator() != "exact":
+        label += f", estimated ({estimation.estimator().replace('_', ' ')})"
     if FLAGS.masks is None:
         values = values.reshape(masks.shape[1:])
     else:

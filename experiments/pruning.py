@@ -4,7 +4,7 @@
     python experiments/pruning.py --model=out/tiny/hf/step000512 --text=out/tiny/heldout.txt \\
         --tokens=8000 --seq_len=256 --exhaustive
     python experiments/pruning.py --flagfile=pythia.flags
-    python experiments/pruning.py --estimator=second_order --exhaustive   (ranks, in seconds)
+    python experiments/pruning.py --estimator=second_order --tokens=4000   (a first look at ranks)
 
 All sets of a run go through the engine together, so that shared prefixes are computed once:
 793 sets of up to 4 of 12 layers cost 1,585 block evaluations instead of 6,732. Writes rows,
@@ -57,8 +57,9 @@ def define_flags() -> None:
         "estimator",
         "exact",
         ESTIMATORS,
-        "exact: run the model without every set. first_order, second_order: from gradients, for a "
-        "first look; they rank sets, and are no measure of how much the larger ones cost.",
+        "exact: run the model without every set. second_order: from gradients, for a first look; "
+        "it ranks single layers, and does not measure what larger sets cost. first_order: poor "
+        "even at ranks of layers.",
     )
     flags.DEFINE_integer("label_draws", 16, "Backward passes of second_order.", lower_bound=1)
     flags.DEFINE_string("save_pruned", None, "Directory for the pruned model (see --pruned_set).")
@@ -199,7 +200,10 @@ def report(study, outcome) -> None:
     if FLAGS.dtype != "float32":
         say(rounding.describe(outcome.noise_floor, FLAGS.dtype))
     if FLAGS.estimator != "exact":
-        say(f"all but the whole model by {FLAGS.estimator}: read the ranks, not the sizes")
+        say(
+            f"all but the whole model by {FLAGS.estimator}: read the ranks, not the sizes"
+            + ("; of whole layers this order's are poor" * (FLAGS.estimator == "first_order"))
+        )
     say(f"\nα by {FLAGS.alpha_estimator} of {FLAGS.alpha_matrix}; each layer removed alone")
     say(_table(outcome.singles, ["layer", "zone", "alpha"]))
     rho = scores.rank_correlation(study.alphas, study.strategy.seed)
@@ -227,11 +231,15 @@ def _table(frame: pd.DataFrame, leading: list[str]) -> str:
         shown[words] = frame[name].map("{:.4g}".format)
         ends = zip(frame[f"{name}_low"], frame[f"{name}_high"])
         shown[f"{words} range"] = [
-            f"[{low:.4g}, {high:.4g}]" if low == low else "too few windows" for low, high in ends
+            f"[{low:.4g}, {high:.4g}]" if low == low else _no_interval() for low, high in ends
         ]
     if "range" in frame:
         shown["range is"] = frame["range"]
     return shown.to_string(index=False)
+
+
+def _no_interval() -> str:
+    return "too few windows" if FLAGS.estimator == "exact" else "estimated"
 
 
 def _save(loaded, outcome) -> None:

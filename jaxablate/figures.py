@@ -38,12 +38,14 @@ def influence_figure(
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.add_subplot()
     groups = list(curves.groupby(["layer", "kv_head"], sort=True))
+    some_estimated = "estimator" in curves and (curves.estimator != "exact").any()
     for i, ((layer, head), curve) in enumerate(groups):
         colour = _COLOURS[i % len(_COLOURS)]
         style = _STYLES[i // len(_COLOURS) % len(_STYLES)]
         axes.plot(
-            curve.ratio, curve.delta_log_ppl, style, color=colour, marker="o", markersize=3,
-            linewidth=1.5, label=f"Layer {layer} Head {head}",
+            curve.ratio, curve.delta_log_ppl, style, color=colour, linewidth=1.5,
+            marker=None if some_estimated else "o", markersize=3,
+            label=f"Layer {layer} Head {head}",
         )  # fmt: skip
         low, high = curve.low, curve.high
         if band == "standard_error":
@@ -51,6 +53,17 @@ def influence_figure(
             high = curve.delta_log_ppl + curve.standard_error
         if np.isfinite(low).all():
             axes.fill_between(curve.ratio, low, high, color=colour, alpha=0.15, linewidth=0)
+        elif some_estimated:  # intervals are of exact points alone
+            known = np.isfinite(low)
+            axes.vlines(curve.ratio[known], low[known], high[known], color=colour, alpha=0.3)
+            exact = curve.estimator == "exact"
+            axes.plot(curve.ratio[exact], curve.delta_log_ppl[exact], "o", color=colour, ms=3.5)
+            axes.plot(curve.ratio[~exact], curve.delta_log_ppl[~exact], "o", color=colour, ms=2.5,
+                      markerfacecolor="white", markeredgewidth=0.7)  # fmt: skip
+    if some_estimated:
+        axes.plot([], [], "o", color="gray", ms=3.5, label="exact")
+        axes.plot([], [], "o", color="gray", ms=2.5, markerfacecolor="white",
+                  label="interpolated or estimated")  # fmt: skip
     axes.axhline(0, color="black", linewidth=0.8)
     axes.axvline(
         baseline_ratio, color="gray", linestyle="--", linewidth=0.9,

@@ -21,11 +21,15 @@ STYLES = {
     "worst": ("Worst (spectral)", figures.RED, "^"),
     "best_true": ("Best of all sets", "#1E8449", "*"),
     "worst_true": ("Worst of all sets", "#641E16", "X"),
+    "best_estimated": ("Best of all sets, by the estimate", "#1E8449", "*"),
+    "worst_estimated": ("Worst of all sets, by the estimate", "#641E16", "X"),
 }
 
 
 def draw(study: Study, outcome: Outcome, out: Path, title: str) -> list[Path]:
     """The three panels together and alone, and α against the cost of single layers."""
+    if study.estimator != "exact":
+        title += f" — estimated, {study.estimator.replace('_', ' ')}"
     sets = {(one.strategy, one.k): one.layers for one in outcome.chosen}
     pruned = sets.get(("zone_aware", study.strategy.kmax), ())
     zones = spectra.zones(study.num_layers, study.strategy.boundary)

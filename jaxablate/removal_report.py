@@ -16,6 +16,8 @@ _ORDER = (
     "worst",
     "best_true",
     "worst_true",
+    "best_estimated",
+    "worst_estimated",
 )
 
 
@@ -25,8 +27,12 @@ def markdown(study: Study, outcome: Outcome) -> str:
     rho = scores.rank_correlation(study.alphas, study.strategy.seed)
     about = (
         f"Whole model: perplexity {format_perplexity(scores.log_ppl, 4)} over {scores.tokens:,} "
-        f"tokens in {len(scores.units.weights)} windows. Removed: {study.component}; values "
-        f"{study.estimator}.",
+        f"tokens in {len(scores.units.weights)} windows. Removed: {study.component}. "
+        + (
+            "Values are exact."
+            if study.estimator == "exact"
+            else f"Values are estimates ({study.estimator}): read the ranks, not the sizes."
+        ),
         f"Spearman ρ(α, ΔPPL of the layer removed alone) = {rho.rho:.2f}, permutation p = "
         f"{rho.p_value:.3g}.",
     )
@@ -58,7 +64,7 @@ def _strategy(row: Mapping[Any, Any]) -> Sequence[Any]:
 
 def _costs(row: Mapping[Any, Any]) -> tuple[str, str, str]:
     low, high = row["delta_low"], row["delta_high"]
-    ends = f"{low:.4g} to {high:.4g}" if low == low else "too few windows"
+    ends = f"{low:.4g} to {high:.4g}" if low == low else "none"
     return f"{row['delta']:.4g}", ends, f"{row['delta_log']:.4g}"
 
 

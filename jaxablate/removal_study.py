@@ -327,12 +327,38 @@ def analyse(study: Study, frame: pd.DataFrame, chosen: list[Removal], out: Path)
         advantage=advantage_table(scores, chosen),
         noise_floor=floor,
     )
+    if study.estimator != "exact":
+        outcome = _as_estimates(outcome, study.estimator)
     for name in ("singles", "strategies", "advantage"):
         table = getattr(outcome, name)
         if study.dtype != "float32":
             table["noise_floor"] = floor
         table.to_csv(out / f"{name}.csv", index=False)
     return outcome
+
+
+def _as_estimates(outcome: Outcome, estimator: str) -> Outcome:
+    """The tables of estimated costs: named so, without what holds for exact ones only.
+
+    Intervals over windows are of the text, not of the estimate, which may be off by far more; a
+    ratio of two estimates is no result; and the best of all sets is the best by the estimate.
+    """
+    tables = {}
+    for name in ("singles", "strategies"):
+        table = getattr(outcome, name).copy()
+        table["estimator"] = estimator
+        exact_only = [c for c in table.columns if c.endswith(("_low", "_high"))]
+        if "strategy" in table:
+            table["strategy"] = table.strategy.replace(
+                {"best_true": "best_estimated", "worst_true": "worst_estimated"}
+            )
+            drawn = table.strategy.str.startswith("random_")  # their range over draws stays
+            table.loc[~drawn, exact_only] = np.nan
+            table.loc[~drawn, "range"] = f"none: {estimator}"
+        else:
+            table[exact_only] = np.nan
+        tables[name] = table
+    return dataclasses.replace(outcome, advantage=outcome.advantage[:0].copy(), **tables)
 
 
 def _strategy_names(chosen: Sequence[Removal]) -> dict[LayerSet, str]:

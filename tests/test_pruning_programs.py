@@ -127,11 +127,17 @@ def test_estimates_of_what_is_removed(model, tmp_path):
         )
         assert done.returncode == 0, done.stderr
     assert "17 backward passes" in done.stdout
-    first, second = (
-        pd.read_csv(tmp_path / name / "singles.csv").delta_log
-        for name in ("first_order", "second_order")
+    singles = [
+        pd.read_csv(tmp_path / name / "singles.csv") for name in ("first_order", "second_order")
+    ]
+    assert (singles[1].delta_log >= singles[0].delta_log).all()
+    # Nothing that estimates say looks like a measurement.
+    assert set(singles[1].estimator) == {"second_order"}
+    assert singles[1].delta_low.isna().all()
+    assert pd.read_csv(tmp_path / "second_order" / "advantage.csv").empty
+    assert (
+        "Values are estimates (second_order)" in (tmp_path / "second_order/tables.md").read_text()
     )
-    assert (second >= first).all()
     rows = pd.read_parquet(tmp_path / "first_order" / "rows.parquet")
     assert set(rows.estimator[rows.k > 0]) == {"first_order"}
     assert set(rows.estimator[rows.k == 0]) == {"exact"}
