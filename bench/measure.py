@@ -1,6 +1,7 @@
 """Timing side by side: alternating repeats, medians and spreads, floors of the same run."""
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -34,12 +35,10 @@ def interleaved(
     """
     results: dict[str, Any] = {}
 
-    def warm_up(name: str) -> float:
-        start = time.perf_counter()
+    def keep(name: str) -> None:
         results[name] = functions[name]()
-        return time.perf_counter() - start
 
-    first = {name: warm_up(name) for name in functions}
+    first = {name: _seconds(functools.partial(keep, name)) for name in functions}
     if check is not None:
         check(results)
     times: dict[str, list[float]] = {name: [] for name in functions}

@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 from absl import flags
 
+from experiments.command_line import say
 from jaxablate.curves import BLOCK_TOKENS
 from jaxablate.errors import UserError
 
@@ -80,7 +81,7 @@ def note_few_queries(config, most_keys: int) -> None:
     rows = None if FLAGS.max_queries is None else FLAGS.max_queries * config.group_size
     fitted = FLAGS.method in ("match", "select+values")
     if rows is not None and fitted and rows < most_keys:
-        print(
+        say(
             f"note        values of up to {most_keys} keys are fitted to {rows} reference queries: "
             "they are not determined, and can be far off elsewhere; raise --max_queries"
         )
@@ -128,7 +129,7 @@ def _read(tokenizer) -> list:
         ]
         for case in cases:
             if case.skipped:
-                print(f"note        {case.document}: no tokens in answers to {case.skipped}")
+                say(f"note        {case.document}: no tokens in answers to {case.skipped}")
         return cases
     return [
         plain_case(

@@ -4,21 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxablate.removal_study import Outcome, Study
+from jaxablate.removals import STRATEGIES
 from jaxablate.scoring import format_perplexity
 
 # In the order in which a reader compares them.
-_ORDER = (
-    "zone_aware",
-    "last_n",
-    "last_n_keep_final",
-    "random_interior",
-    "random_all",
-    "worst",
-    "best_true",
-    "worst_true",
-    "best_estimated",
-    "worst_estimated",
-)
+_ORDER = (*STRATEGIES, "best_true", "worst_true", "best_estimated", "worst_estimated")
 
 
 def markdown(study: Study, outcome: Outcome) -> str:

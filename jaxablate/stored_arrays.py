@@ -92,17 +92,19 @@ def save_arrays(directory: Path, arrays: dict[str, np.ndarray]) -> dict[str, Lea
             orbax_context(),
             _without_closed_loops(),
         ):
-            hashed = digests.map(_leaf, list(arrays.values()))
-            names = list(arrays)
-            for path in names:
+            stored = {path: _stored_as(array) for path, array in arrays.items()}
+            hashed = digests.map(array_digest, list(arrays.values()))
+            for path, leaf in stored.items():
                 array = arrays.pop(path)
-                leaf = _stored_as(array)
                 for index, name in enumerate(leaf.part_names(path)):
                     whole = leaf.parts == 1
                     tree[name] = _in_place(array if whole else array[leaf.part_rows(index)])
                 del array
             ocp.save(directory, tree)
-            leaves = dict(zip(names, hashed))
+            leaves = {
+                path: leaf._replace(digest=digest)
+                for (path, leaf), digest in zip(stored.items(), hashed)
+            }
     except (ValueError, OSError, RuntimeError) as error:  # a full disk comes as any of them
         text = " ".join(str(error).split())
         reason = re.search(r"([^:]+) \[os_error_code", text)
@@ -137,10 +139,6 @@ def _stored_as(array: np.ndarray) -> Leaf:
     """How it is stored; its digest is not known yet."""
     parts = max(1, min(-(-array.nbytes // PART_BYTES), *array.shape[:1]))
     return Leaf(array.dtype, array.shape, "", parts)
-
-
-def _leaf(array: np.ndarray) -> Leaf:
-    return _stored_as(array)._replace(digest=array_digest(array))
 
 
 def load_arrays(

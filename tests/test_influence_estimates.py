@@ -79,7 +79,7 @@ def test_estimated_rows_hold_the_taylor_terms(home, run, second_order):  # noqa:
     for document in found[0].columns:
         linear, half_variance = terms_by_definition(home, document)
         first_order, second = (table[document].to_numpy() for table in found)
-        np.testing.assert_allclose(first_order, linear, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(first_order, linear, rtol=1e-3, atol=1e-7)
         # A mean of 200 squares of nearly normal numbers: √(2/200) relative, 4.5 times at most.
         np.testing.assert_allclose(second - first_order, half_variance, rtol=4.5 * 0.1)
         assert np.abs(linear).min() > 1e-5
