@@ -66,3 +66,30 @@ def families_of(group: list[tuple[Node, Any]]) -> list[tuple[Node | None, list[A
         else:
             only += family
     return [(None, only)] * bool(only) + several[::-1]
+
+
+def chunks(items: list[Any], inside: int, lanes: int = 1, at_once: int = 1) -> Iterator[list[Any]]:
+    """Full chunks, then falling powers of two: few shapes, no padding; empties `items`.
+
+    Args:
+      inside: states that may be inside a block at a time, on each lane.
+      lanes: devices side by side, each with as many states: the last chunk alone is padded to a
+        multiple.
+      at_once: chunks that are inside at a time: so many share `inside`, and what is left at the
+        end is split among them.
+    """
+    size = max(1, inside // at_once)
+    size = lanes << (size.bit_length() - 1)
+    while items:
+        while size > lanes and size * at_once > len(items):
+            size //= 2
+        for _ in range(at_once):
+            if items:
+                yield _cut(items, size)
+
+
+def _cut(items: list[Any], size: int) -> list[Any]:
+    """The first items, taken off the list: whoever holds them is then the only one."""
+    first = items[:size]
+    del items[:size]
+    return first

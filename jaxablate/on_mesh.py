@@ -18,13 +18,14 @@ from jaxablate import steps
 from jaxablate.attention import LayerPrefix
 from jaxablate.loss import nll_parts, scored_nll
 from jaxablate.mesh import CONFIG, MODEL, STATES, WHOLE, param_spec
-from jaxablate.placement import to_host
 
 Rule = Callable[[tuple[str, ...], Any], PartitionSpec]
 
 
 class OnMesh:
     """A `placement.Placement` on a mesh with the axes `config` and `model`."""
+
+    at_once = 1  # its devices already are several
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
@@ -69,8 +70,8 @@ class OnMesh:
         scored: Int[Array, "n"],
         targets: Int[Array, "n"],
         size: int,
-    ) -> Float[np.ndarray, "S n"]:
-        return to_host(_nll(head, x, scored, targets, size=size, mesh=self.mesh))
+    ) -> Float[Array, "S n"]:
+        return _nll(head, x, scored, targets, size=size, mesh=self.mesh)
 
     def _put(self, array: Any, spec: PartitionSpec) -> Array:
         sharding = NamedSharding(self.mesh, spec)

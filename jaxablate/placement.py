@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxablate import steps
 from jaxablate.attention import LayerPrefix
 from jaxablate.loss import states_nll
+from jaxablate.side_by_side import steps_at_once
 
 
 class Placement(Protocol):
@@ -20,10 +21,12 @@ class Placement(Protocol):
     Attributes:
       lanes: states go through a step this many at a time; chunks are padded to a multiple.
       shards: over how many devices one state's heads, MLP and vocabulary are split.
+      at_once: steps to run side by side, see `side_by_side`.
     """
 
     lanes: int
     shards: int
+    at_once: int
 
     def shared(self, tree: Any) -> Any:
         """Arrays that every state reads: whole on every device."""
@@ -50,7 +53,7 @@ class Placement(Protocol):
         self, block: Any, x: Array, attended: Any, edits: steps.Edits, children: int, mlp: bool
     ) -> Array: ...
 
-    def nll(self, head: Any, x: Array, scored: Array, targets: Array, size: int) -> np.ndarray:
+    def nll(self, head: Any, x: Array, scored: Array, targets: Array, size: int) -> Array:
         """NLL [S, n] of the `scored` positions of every state, `size` tokens at a time."""
 
 
@@ -59,6 +62,9 @@ class OneDevice:
 
     lanes = 1
     shards = 1
+
+    def __init__(self) -> None:
+        self.at_once = steps_at_once()
 
     def shared(self, tree: Any) -> Any:
         return jax.tree.map(jnp.asarray, tree)
@@ -96,8 +102,8 @@ class OneDevice:
         scored: Int[Array, "n"],
         targets: Int[Array, "n"],
         size: int,
-    ) -> Float[np.ndarray, "S n"]:
-        return np.asarray(states_nll(head, x, scored, targets, size))
+    ) -> Float[Array, "S n"]:
+        return states_nll(head, x, scored, targets, size)
 
 
 @functools.partial(jax.jit, static_argnames="count")

@@ -7,8 +7,9 @@ part at that layer branches. See `plan` for the counting.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +20,21 @@ from jaxablate.attention import LayerPrefix
 from jaxablate.config import TransformerConfig
 from jaxablate.edits import Configuration, LayerEdit, check
 from jaxablate.errors import NonFiniteError, UserError
-from jaxablate.nodes import Node, by_chunk, by_kind, families_of, runs
+from jaxablate.nodes import Node, by_chunk, by_kind, chunks, families_of, runs
 from jaxablate.on_mesh import OnMesh
-from jaxablate.placement import OneDevice, Placement
+from jaxablate.placement import OneDevice, Placement, to_host
 from jaxablate.plan import Plan, branches, plan_sweep, split_waves, trie_order
 from jaxablate.problem import Problem
 from jaxablate.rope import rope_tables
+from jaxablate.side_by_side import side_by_side
 
 # Chunks that an accelerator is given before progress waits for one: it never runs dry.
 _CHUNKS_AHEAD = 4
+
+Result = TypeVar("Result")
+Members = tuple[int, ...]
+# Computes once what all edited children of a state start from: the state and its attention.
+Parent = Callable[[], tuple[jax.Array, steps.Attended | None]]
 
 
 @runtime_checkable
@@ -49,8 +56,9 @@ class SweepOptions:
     """How a sweep runs; no field changes a number beyond rounding.
 
     Attributes:
-      chunk_tokens: tokens (states x B x T) that go through a block in one call, on each device;
-        fewer where the memory budget has no room for what the block makes of them.
+      chunk_tokens: tokens (states x B x T) that are inside a block at a time, on each device, on
+        a CPU in two calls side by side; fewer where the memory budget has no room for what the
+        block makes of them.
       score_tokens: tokens unembedded in one call.
       memory_budget: bytes of each device for the states of a wave, the baseline's stored stream
         included.
@@ -109,7 +117,7 @@ class Sweep:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk: `options.chunk_tokens`, or what the budget has room for."""
+        """Tokens inside a block: `options.chunk_tokens`, or what the budget has room for."""
         size, least = self.options.chunk_tokens, self.problem.batch.inputs.size
         states = self.trunk[0].nbytes * (len(self.trunk) + 1)
         while size > least and states + self._workspace(size) > self.options.memory_budget:
@@ -117,9 +125,9 @@ class Sweep:
         return max(size, least)
 
     def _workspace(self, chunk_tokens: int) -> int:
-        """Bytes that a device needs for one chunk inside a block, or one call of the unembedding.
+        """Bytes that a device needs for so many tokens in a block, or one call of the unembedding.
 
-        The chunk's states before and after the block are in it: other states exist once.
+        These tokens' states before and after the block are in it: other states exist once.
         """
         config = self.model.config
         wide = 3 * config.mlp_dim + 4 * config.num_heads * config.head_dim + 4 * config.model_dim
@@ -188,8 +196,9 @@ class Sweep:
         if trunk_members:
             for member in trunk_members:
                 yield member, self.baseline_nll
-        for nodes_of_chunk in by_chunk(nodes):
-            nll = self.score(nodes_of_chunk[0].chunk)
+        finished = list(by_chunk(nodes))
+        chunks_nll = self._side_by_side(self._nll, (own[0].chunk for own in finished))
+        for nodes_of_chunk, nll in zip(finished, map(to_host, chunks_nll)):
             for node in nodes_of_chunk:
                 name = configurations[node.members[0]].key
                 values = _finite(nll[node.place], f"configuration {name!r}")
@@ -215,10 +224,14 @@ class Sweep:
             del node
         nodes.clear()
         following = []
-        for chunk in self._chunks(plain):
+
+        def step(chunk: list[Node]) -> tuple[jax.Array, list[Members]]:
             x = self._gather(chunk)
             x = self.place.plain_step(block, x, self.rope, self.prefix(layer))
-            following += self._take(x, chunk)
+            return x, [node.members for node in chunk]
+
+        for x, members in self._side_by_side(step, self._chunks(plain)):
+            following += self._take(x, members)
         # Parents go as soon as their children are there: every list is emptied on the way.
         kinds = by_kind(edited)
         edited.clear()
@@ -226,14 +239,14 @@ class Sweep:
             following += self._edit(layer, block, group)
         return following
 
-    def _take(self, x: jax.Array, chunk: Sequence[Node]) -> list[Node]:
+    def _take(self, x: jax.Array, members: Sequence[Members]) -> list[Node]:
         """New nodes for the states of a computed chunk."""
-        self.block_evaluations += len(chunk)
-        self._done += len(chunk)
+        self.block_evaluations += len(members)
+        self._done += len(members)
         if self.options.on_progress is not None:
             self._in_flight.append((x, self._done))
             self._report(_CHUNKS_AHEAD if jax.default_backend() != "cpu" else 0)
-        return [Node(node.members, x, index) for index, node in enumerate(chunk)]
+        return [Node(own, x, index) for index, own in enumerate(members)]
 
     def _report(self, ahead: int) -> None:
         """Report chunks as they are done, once more than `ahead` are on their way."""
@@ -243,20 +256,20 @@ class Sweep:
             self.options.on_progress(done, self._total)
 
     def _chunks(self, items: list[Any]) -> Iterator[list[Any]]:
-        """Full chunks, then falling powers of two: few shapes, no padding; empties `items`.
+        """See `nodes.chunks`; empties `items`."""
+        inside = max(1, self.chunk_tokens // self.problem.batch.inputs.size)
+        return chunks(items, inside, self.place.lanes, self._at_once)
 
-        Where several lanes of devices work side by side, times their number: the last chunk alone
-        is padded, see `_gather`.
-        """
-        lanes = self.place.lanes
-        size = max(1, self.chunk_tokens // self.problem.batch.inputs.size)
-        size = lanes << (size.bit_length() - 1)
-        while items:
-            while size > max(lanes, len(items)):
-                size //= 2
-            chunk = items[:size]
-            del items[:size]
-            yield chunk
+    @property
+    def _at_once(self) -> int:
+        """Calls of a block side by side: no more than states that may be inside."""
+        inside = self.chunk_tokens // self.problem.batch.inputs.size
+        return max(1, min(inside, self.place.at_once))
+
+    def _side_by_side(
+        self, step: Callable[[Any], Result], items: Iterable[Any]
+    ) -> Iterator[Result]:
+        return side_by_side(step, items, self._at_once)
 
     def _gather(self, nodes: Sequence[Node]) -> jax.Array:
         """The states of some nodes [S, B, T, D], and padding to fill the lanes.
@@ -279,27 +292,45 @@ class Sweep:
         edit = group[0][1].edit
         if edit.key == "block":
             return [node._replace(members=branch.members) for node, branch in group]
-        following = []
         families = families_of(group)
         group.clear()
-        while families:
-            parent, children = families.pop()
-            if parent is not None:
-                x = self.place.shared_state(self.place.take(parent.chunk, parent.place, 1))
+
+        def step(task: tuple[Parent | None, list[Any]]) -> tuple[jax.Array, list[Members]]:
+            parent, children = task
+            if parent is None:
+                x = self._gather([node for node, _ in children])
                 attended = self._attend(layer, block, x, edit)
-            for chunk in self._chunks(children):
-                if parent is None:
-                    x = self._gather([node for node, _ in chunk])
-                    attended = self._attend(layer, block, x, edit)
-                padded = [branch.edit for _, branch in chunk]
-                padded += [padded[-1]] * self._padding(chunk)
-                edits = self.place.edits(self._edit_arrays(layer, padded))
-                out = self.place.edited_step(
-                    block, x, attended, edits, children=len(padded), mlp=not edit.remove_mlp
-                )
-                members = [node._replace(members=branch.members) for node, branch in chunk]
-                following += self._take(out, members)
+            else:
+                x, attended = parent()
+            padded = [branch.edit for _, branch in children]
+            padded += [padded[-1]] * self._padding(children)
+            edits = self.place.edits(self._edit_arrays(layer, padded))
+            out = self.place.edited_step(
+                block, x, attended, edits, children=len(padded), mlp=not edit.remove_mlp
+            )
+            return out, [branch.members for _, branch in children]
+
+        def tasks() -> Iterator[tuple[Parent | None, list[Any]]]:
+            while families:
+                node, children = families.pop()
+                parent = None if node is None else self._parent(layer, block, node, edit)
+                del node
+                for chunk in self._chunks(children):
+                    yield parent, chunk
+
+        following = []
+        for x, members in self._side_by_side(step, tasks()):
+            following += self._take(x, members)
         return following
+
+    def _parent(self, layer: int, block: Any, node: Node, edit: LayerEdit) -> Parent:
+        """A parent's state and its attention, computed when its first children are."""
+
+        def compute() -> tuple[jax.Array, steps.Attended | None]:
+            x = self.place.shared_state(self.place.take(node.chunk, node.place, 1))
+            return x, self._attend(layer, block, x, edit)
+
+        return functools.cache(compute)
 
     def _attend(
         self, layer: int, block: Any, x: jax.Array, edit: LayerEdit
@@ -327,6 +358,9 @@ class Sweep:
 
     def score(self, x: jax.Array) -> np.ndarray:
         """NLL of the scored tokens of a chunk of finished states, [S, scored tokens]."""
+        return to_host(self._nll(x))
+
+    def _nll(self, x: jax.Array) -> jax.Array:
         size = self.options.score_tokens
         return self.place.nll(self.model.head, x, self._scored, self._targets, size)
 
