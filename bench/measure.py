@@ -25,6 +25,7 @@ def interleaved(
     functions: Mapping[str, Callable[[], Any]],
     repeats: int,
     check: Callable[[dict[str, Any]], None] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
     """Time several functions in turn, so that a busy moment of the machine hits all alike.
 
@@ -32,19 +33,25 @@ def interleaved(
 
     Args:
       check: called with the results of the warm-up: speed of a wrong answer is worth nothing.
+      before: called before every call, outside its time.
     """
     results: dict[str, Any] = {}
 
     def keep(name: str) -> None:
         results[name] = functions[name]()
 
-    first = {name: _seconds(functools.partial(keep, name)) for name in functions}
+    def timed(function: Callable[[], Any]) -> float:
+        if before is not None:
+            before()
+        return _seconds(function)
+
+    first = {name: timed(functools.partial(keep, name)) for name in functions}
     if check is not None:
         check(results)
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
-            times[name].append(_seconds(function))
+            times[name].append(timed(function))
     return {
         name: Timing(statistics.median(found), min(found), max(found), first[name])
         for name, found in times.items()
@@ -65,7 +72,8 @@ class Row:
       what: the task, with its size.
       ours, rival: seconds; rival_name: who the rival is.
       bar: the ratio rival / ours that is to be reached, or None.
-      floor: seconds that the operations need at the matrix-product rate measured beside it.
+      floor: seconds that cannot be undercut, measured beside it.
+      floor_name: what takes them; the operations at the rate of a matrix product, if not said.
       note: whatever else was measured.
     """
 
@@ -76,6 +84,7 @@ class Row:
     bar: float | None = None
     floor: float | None = None
     note: str = ""
+    floor_name: str = "matrix products"
 
     @property
     def ratio(self) -> float | None:
@@ -107,7 +116,7 @@ def matmul_rate(tokens: int = 2048, inner: int = 576, outer: int = 1536) -> Call
 
 def table(rows: list[Row]) -> str:
     """The rows as text, aligned."""
-    head = ["what", "ours", "rival", "ratio", "bar", "of the matmul rate", "note"]
+    head = ["what", "ours", "rival", "ratio", "bar", "floor", "share", "note"]
     lines = [head]
     for row in rows:
         lines.append(
@@ -117,6 +126,7 @@ def table(rows: list[Row]) -> str:
                 f"{row.rival} {row.rival_name}" if row.rival else row.rival_name,
                 "" if row.ratio is None else f"{row.ratio:.2f}x",
                 "" if row.bar is None else f"{row.bar:g}x",
+                "" if row.floor is None else f"{row.floor:.3g} s {row.floor_name}",
                 "" if row.share_of_floor is None else f"{row.share_of_floor:.2f}",
                 row.note,
             ]

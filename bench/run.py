@@ -5,8 +5,9 @@
     python bench/run.py --only=influence,removals --json=bench.json
 
 Both sides of every row are checked to agree, warmed up, and timed in turn; medians, with the
-fastest and slowest repeat. "of the matmul rate": the time that the operations would need at the
-matrix-product rate measured in the same run, divided by ours. Run it on an otherwise idle machine.
+fastest and slowest repeat. "floor": the time that the operations need at the matrix-product rate
+measured in the same run, or what else cannot be undercut; "share": the floor divided by our time.
+Run it on an otherwise idle machine.
 """
 
 import dataclasses

@@ -26,7 +26,7 @@ from jaxablate.edits import head_mask, remove_blocks
 from jaxablate.model import Transformer
 from jaxablate.nodes import chunks
 from jaxablate.placement import OneDevice
-from jaxablate.plan import plan_sweep
+from jaxablate.plan import Plan, plan_sweep
 from jaxablate.problem import Problem
 from jaxablate.rope import rope_tables
 from jaxablate.side_by_side import side_by_side
@@ -36,6 +36,7 @@ from jaxablate.windows import windows
 
 OPTIONS = SweepOptions()
 INFLUENCE_HEADS = [(0, 0), (3, 1), (7, 2), (10, 0), (13, 0), (16, 1), (22, 2), (28, 1)]
+DRAWS = 16
 RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 
 
@@ -126,7 +127,7 @@ def block_rates(bench: Bench) -> list[Row]:
                 f"block, {states} states x {length} tokens",
                 timing,
                 floor=share * timing.median,
-                note=f"bar {bar} of the matmul rate; {flops / timing.median / 1e9:.0f} GFLOP/s",
+                note=f"bar {bar} of the floor; {flops / timing.median / 1e9:.0f} GFLOP/s",
             )
         )
     return rows
@@ -178,7 +179,7 @@ def influence_sweep(bench: Bench) -> list[Row]:
             "batched": lambda: rival.run(points, targets, 16),
             "loop": lambda: rival.run(loop_points, targets, 1),
             "first order": lambda: estimated(baseline, whole_map, "first_order"),
-            "second order": lambda: estimated(baseline, whole_map, "second_order"),
+            "second order": lambda: estimated(baseline, whole_map, "second_order", draws=DRAWS),
         },
         1 if bench.quick else 2,
         agreement("influence", 1e-3, rival="batched"),
@@ -187,19 +188,21 @@ def influence_sweep(bench: Bench) -> list[Row]:
     # Every state is scored once, and blocks take most of the time: exact is scaled by them.
     times = baseline.plan(whole_map).block_evaluations / plan.block_evaluations
     ours_scaled = _times(timings["ours"], times)
-    flops = estimate.sweep_flops(bench.config, plan, 256, 128 + base, 256)
-    floor = flops / np.mean([bench.rate() for _ in range(5)])
+    floor = sweep_floor(bench, plan, 256, 128 + base)
+    # One forward pass, then a backward pass of the activations each, of as many operations.
+    once = sweep_floor(bench, baseline.plan([]), 256, 128 + base)
+    passes = {"first order": 2, "second order": 2 + DRAWS}
     loop = _times(timings["loop"], len(points) / len(loop_points))
     name = f"exact influence sweep, {len(points)} configurations, article {article}, 256 scored"
     state = problem.batch.inputs.size * bench.config.model_dim * 4
     return [
         Row(name, timings["ours"], timings["batched"], "PyTorch, batches of 16", 2.5, floor,
-            f"bar 0.70 of the matmul rate; {plan.block_evaluations} of "
+            f"bar 0.70 of the floor; {plan.block_evaluations} of "
             f"{plan.naive_block_evaluations} block evaluations; {state / 2**20:.2f} MiB per state"),
         Row(name, timings["ours"], loop, f"PyTorch, one at a time ({len(loop_points)} timed)", 4.0),
         *[
             Row(f"{kind}, all {len(every)} heads x {len(grid)} ratios", timings[kind], ours_scaled,
-                f"ours, exact (x {times:.1f} by block evaluations)", bar)
+                f"ours, exact (x {times:.1f} by block evaluations)", bar, passes[kind] * once)
             for kind, bar in (("first order", 50.0), ("second order", 8.0))
         ],
     ]  # fmt: skip
@@ -209,6 +212,14 @@ def _times(timing: Timing, factor: float) -> Timing:
     return Timing(
         timing.median * factor, timing.low * factor, timing.high * factor, timing.first * factor
     )
+
+
+def sweep_floor(
+    bench: Bench, plan: Plan, tokens: int, seen: int, config: TransformerConfig | None = None
+) -> float:
+    """Seconds of a sweep's operations at the matrix-product rate of this moment."""
+    flops = estimate.sweep_flops(config or bench.config, plan, tokens, seen, tokens)
+    return flops / float(np.mean([bench.rate() for _ in range(5)]))
 
 
 def text_problem(bench: Bench, tokens: int, seq_len: int) -> tuple[Batch, Problem]:
@@ -240,8 +251,7 @@ def head_gates(bench: Bench) -> list[Row]:
     )
     theirs = _times(timings["rival"], len(gates) / len(sample))
     plan = plan_sweep(configurations, layers, 10**9)
-    flops = estimate.sweep_flops(bench.config, plan, 256, 128, 256)
-    floor = flops / np.mean([bench.rate() for _ in range(5)])
+    floor = sweep_floor(bench, plan, 256, 128)
     name = f"silence each of {len(gates)} query heads, 256 tokens"
     rival_name = f"PyTorch, batches of 16 ({len(sample)} timed)"
     return [Row(name, timings["ours"], theirs, rival_name, None, floor)]
@@ -268,6 +278,17 @@ def random_params(config: TransformerConfig) -> dict:
     return nested(flat)
 
 
+def removal_task(num_windows: int, most: int) -> tuple[dict, Transformer, Batch, list[tuple]]:
+    """Random parameters of the small GPT-NeoX and the model, windows of 256, sets of layers."""
+    config = tiny_neox()
+    params = random_params(config)
+    model = Transformer.from_params(config, jax.tree.map(jnp.asarray, params))
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, num_windows * 256 + 1)
+    batch = windows(ids.astype(np.int32), 256, 256, None)
+    sets = [s for k in range(1, most + 1) for s in itertools.combinations(range(12), k)]
+    return params, model, batch, sets
+
+
 class Unscored(Sweep):
     """A sweep that scores only its baseline: the time of the blocks alone."""
 
@@ -281,17 +302,12 @@ def removal_sets(bench: Bench) -> list[Row]:
     """All 793 sets of up to 4 of 12 layers of a small GPT-NeoX; each set alone in our blocks."""
     from bench import rivals
 
-    config = tiny_neox()
-    params = random_params(config)
-    model = Transformer.from_params(config, jax.tree.map(jnp.asarray, params))
-    directory = bench.scratch / "neox"
-    convert.export_hf(config, params, directory)
-    torch_model = rivals.load(directory)
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, 4 * 256 + 1)
-    batch = windows(ids.astype(np.int32), 256, 256, None)
-    problem = Problem(batch)
     most = 2 if bench.quick else 4
-    sets = [s for k in range(1, most + 1) for s in itertools.combinations(range(12), k)]
+    params, model, batch, sets = removal_task(4, most)
+    directory = bench.scratch / "neox"
+    convert.export_hf(model.config, params, directory)
+    torch_model = rivals.load(directory)
+    problem = Problem(batch)
     configurations = [remove_blocks(s) for s in sets]
     rival = rivals.TextRival(torch_model, batch.inputs, batch.targets)
     scoring: list[float] = []
@@ -330,8 +346,9 @@ def removal_sets(bench: Bench) -> list[Row]:
     note = f"{plan.block_evaluations} of {plan.naive_block_evaluations} block evaluations"
     lone = "each set alone, same compiled block"
     blocks = timings["blocks"], Timing(rest, rest, rest, rest)
+    floor = sweep_floor(bench, plan, 1024, 128, model.config)
     return [
-        Row(name, timings["ours"], timings["rival"], "PyTorch, windows batched", 3.0, None, note),
+        Row(name, timings["ours"], timings["rival"], "PyTorch, windows batched", 3.0, floor, note),
         Row(name, timings["ours"], timings["alone"], lone, 2.5),
         Row(f"{name}: blocks alone", *blocks, lone, 3.5, None, "the time without scoring"),
     ]
@@ -355,8 +372,7 @@ def single_removals(bench: Bench) -> list[Row]:
         agreement("single removals", 0.5),
     )
     plan = plan_sweep(configurations, bench.config.num_layers, 10**9)
-    flops = estimate.sweep_flops(bench.config, plan, 512, 128, 512)
-    floor = flops / np.mean([bench.rate() for _ in range(5)])
+    floor = sweep_floor(bench, plan, 512, 128)
     name = f"each of {len(sets)} layers of SmolLM2 removed, 512 tokens"
     return [Row(name, timings["ours"], timings["rival"], "PyTorch, windows batched", None, floor)]
 
@@ -379,11 +395,10 @@ def alpha(bench: Bench) -> list[Row]:
     def ours() -> list[float]:
         return list(spectra.in_threads(one, matrices))
 
-    def eigenvalues() -> list[np.ndarray]:
-        return list(spectra.in_threads(np.linalg.eigvalsh, grams))
+    def lapack() -> list[np.ndarray]:
+        return list(spectra.in_threads(lambda m: np.linalg.eigvalsh(m @ m.T), wide))
 
     wide = [matrix.astype(np.float64) for matrix in matrices]
-    grams = [matrix @ matrix.T for matrix in wide]
 
     name = f"α (maximum likelihood) of {len(matrices)} W_Q of SmolLM2"
     try:
@@ -403,14 +418,14 @@ def alpha(bench: Bench) -> list[Row]:
         watcher = weightwatcher.WeightWatcher(model=module)
         return list(watcher.analyze(min_evals=10).alpha)
 
-    sides = {"ours": ours, "theirs": theirs, "eigenvalues": eigenvalues}
+    sides = {"ours": ours, "theirs": theirs, "lapack": lapack}
     timings = interleaved(sides, 3)
     worst = np.abs(np.asarray(ours()) - np.asarray(theirs())).max()
-    note = (
-        f"largest difference of an α {worst:.2g}; LAPACK's eigenvalues of the Gram matrices alone "
-        f"take {timings['eigenvalues'].median:.3g} s"
-    )
-    return [Row(name, timings["ours"], timings["theirs"], "WeightWatcher", 5.0, None, note)]
+    return [
+        Row(name, timings["ours"], timings["theirs"], "WeightWatcher", 5.0,
+            timings["lapack"].median, f"largest difference of an α {worst:.2g}",
+            "Gram matrices and LAPACK's eigenvalues")
+    ]  # fmt: skip
 
 
 def conversion(bench: Bench) -> list[Row]:
@@ -441,18 +456,27 @@ model.save_pretrained(sys.argv[2])
 
 def _conversion_row(bench: Bench, what: str, source: Path) -> Row:
     target = bench.scratch / "converted"
+    programs = {
+        "ours": ["-m", "convert", str(source), str(target)],
+        "theirs": ["-c", _TRANSFORMERS, str(source), str(target)],
+    }
+    peaks: dict[str, float] = {}
 
-    def side(arguments: list[str]) -> tuple[Timing, float]:
-        start = time.perf_counter()
-        peak = run_python(arguments)
-        seconds = time.perf_counter() - start
-        shutil.rmtree(target, ignore_errors=True)
-        return Timing(seconds, seconds, seconds, seconds), peak
+    def run(name: str) -> None:
+        peaks[name] = max(peaks.get(name, 0.0), run_python(programs[name]))
 
-    ours, our_peak = side(["-m", "convert", str(source), str(target)])
-    theirs, their_peak = side(["-c", _TRANSFORMERS, str(source), str(target)])
-    note = f"peak memory {our_peak / 1e9:.2f} GB, transformers {their_peak / 1e9:.2f} GB"
-    return Row(f"convert {what}", ours, theirs, "transformers load + save", None, None, note)
+    sides = {name: functools.partial(run, name) for name in programs}
+    copy = functools.partial(shutil.copytree, source, target)
+    timings = interleaved(
+        sides | {"copy": copy},
+        1 if bench.quick else 3,
+        before=lambda: shutil.rmtree(target, ignore_errors=True),
+    )
+    note = f"peak memory {peaks['ours'] / 1e9:.2f} GB, transformers {peaks['theirs'] / 1e9:.2f} GB"
+    return Row(
+        f"convert {what}", timings["ours"], timings["theirs"], "transformers load + save", None,
+        timings["copy"].median, note, "a copy of the files",
+    )  # fmt: skip
 
 
 def run_python(arguments: list[str], environment: dict[str, str] | None = None) -> float:
@@ -568,18 +592,13 @@ def start_up(bench: Bench) -> list[Row]:
 
 def memory(bench: Bench) -> list[Row]:
     """All removal sets of the small GPT-NeoX on 4,096 tokens within 1 GiB and within 4."""
-    config = tiny_neox()
-    model = Transformer.from_params(config, jax.tree.map(jnp.asarray, random_params(config)))
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, 16 * 256 + 1)
-    problem = Problem(windows(ids.astype(np.int32), 256, 256, None))
-    most = 3 if bench.quick else 4
-    sets = [s for k in range(1, most + 1) for s in itertools.combinations(range(12), k)]
-    configurations = [remove_blocks(s) for s in sets]
-    waves = {}
+    _, model, batch, sets = removal_task(16, 3 if bench.quick else 4)
+    problem, configurations = Problem(batch), [remove_blocks(s) for s in sets]
+    plans: dict[str, Plan] = {}
 
     def run(name: str, budget: int) -> Callable[[], np.ndarray]:
         engine = Sweep(model, problem, dataclasses.replace(OPTIONS, memory_budget=budget))
-        waves[name] = engine.plan(configurations).waves
+        plans[name] = engine.plan(configurations)
         return lambda: engine.run(configurations)
 
     sides = {"4 GiB": run("4 GiB", 4 << 30), "1 GiB": run("1 GiB", 1 << 30)}
@@ -587,10 +606,11 @@ def memory(bench: Bench) -> list[Row]:
     slower = timings["1 GiB"].median / timings["4 GiB"].median - 1
     return [
         Row(
-            f"{len(sets)} removal sets, 4,096 tokens, within 1 GiB ({waves['1 GiB']} waves)",
+            f"{len(sets)} removal sets, 4,096 tokens, within 1 GiB ({plans['1 GiB'].waves} waves)",
             timings["1 GiB"],
             timings["4 GiB"],
-            f"ours, 4 GiB ({waves['4 GiB']} waves)",
+            f"ours, 4 GiB ({plans['4 GiB'].waves} waves)",
+            floor=sweep_floor(bench, plans["1 GiB"], 4096, 128, model.config),
             note=f"{100 * slower:+.0f} % (bar +20 %)",
         )
     ]

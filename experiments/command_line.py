@@ -56,7 +56,8 @@ def define_model_flags(out: str, model: str = "smollm2-135m-instruct") -> None:
     flags.DEFINE_integer(
         "chunk_tokens",
         None,
-        "Tokens that go through a block in one call (default: 2048 on a CPU, 65536 on a GPU).",
+        "Tokens inside a block at a time (default: 2048 on a CPU, in two calls side by side; 65536 "
+        "on a GPU).",
         lower_bound=1,
     )
     flags.DEFINE_string("out", out, "Directory of the results; made if absent.")

@@ -31,11 +31,15 @@ def define_flags() -> None:
     """The flags; called by the program only, so that a notebook may import this module."""
     command_line.define_model_flags(out="out/pruning")
     flags.DEFINE_string("text", "pydoc", "pydoc, a .txt file, a folder of them, or a .jsonl file.")
-    flags.DEFINE_integer("tokens", 20000, "Tokens scored, from the start of the text.")
+    flags.DEFINE_integer(
+        "tokens", 20000, "Tokens scored, from the start of the text.", lower_bound=1
+    )
     flags.DEFINE_integer("seq_len", 512, "Tokens in a window.")
     flags.DEFINE_integer("stride", None, "Tokens from window to window (default: --seq_len).")
     flags.DEFINE_enum("bos", "auto", BOS, "BOS before every window: auto is the tokenizer's way.")
-    flags.DEFINE_integer("windows_per_part", 4, "Windows computed, and written, at a time.")
+    flags.DEFINE_integer(
+        "windows_per_part", 4, "Windows computed, and written, at a time.", lower_bound=1
+    )
     flags.DEFINE_integer("kmax", 4, "Sets of 1 to kmax layers.")
     flags.DEFINE_enum("component", "block", COMPONENTS, "What is removed of a layer.")
     flags.DEFINE_list("strategies", list(STRATEGIES), f"From {', '.join(STRATEGIES)}.")

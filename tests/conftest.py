@@ -1,6 +1,8 @@
 """Settings that every test runs under: strict dtypes and ranks, warnings are errors, offline."""
 
 import os
+import signal
+from collections.abc import Iterator
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,3 +30,11 @@ def shared_dir() -> Path:
     if not (path / "oracle").is_dir():
         pytest.skip(f"no reference numbers and texts at {path}")
     return path
+
+
+@pytest.fixture
+def interrupted_by_default() -> Iterator[None]:
+    """SIGINT as Python sets it: in the background of a shell it is ignored from the start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -290,14 +289,6 @@ def test_a_shard_clears_only_its_own_leftovers(tmp_path: Path) -> None:
         assert left == [".k.parquet.tmp-1-of-2-host1", ".k.parquet.tmp-whole-host1"]
     with fake_sweep.new_run(tmp_path):
         assert not list((tmp_path / "parts").iterdir())
-
-
-@pytest.fixture
-def interrupted_by_default() -> Iterator[None]:
-    """SIGINT as Python sets it: in the background of a shell it is ignored from the start."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interrupted_by_default")

@@ -117,6 +117,7 @@ def test_a_consumer_that_stops_leaves_the_rest_uncomputed():
     assert len(called) <= 5
 
 
+@pytest.mark.usefixtures("interrupted_by_default")
 def test_ctrl_c_leaves_the_rest_uncomputed():
     called, go_on, main = [], threading.Event(), threading.main_thread().ident
 
