@@ -419,7 +419,8 @@ def alpha(bench: Bench) -> list[Row]:
         return list(watcher.analyze(min_evals=10).alpha)
 
     sides = {"ours": ours, "theirs": theirs, "lapack": lapack}
-    timings = interleaved(sides, 3)
+    # One side's threads may wait spinning for a while: let them sleep before the next begins.
+    timings = interleaved(sides, 3, before=lambda: time.sleep(0.3))
     worst = np.abs(np.asarray(ours()) - np.asarray(theirs())).max()
     return [
         Row(name, timings["ours"], timings["theirs"], "WeightWatcher", 5.0,
