@@ -1,6 +1,7 @@
 """GGUF files: every storage type, row order, configuration; SmolLM2 against PyTorch."""
 
 import importlib.metadata
+import sys
 
 import gguf
 import hf_models
@@ -228,7 +229,10 @@ def test_smollm2_tokenizer(smollm2):
 
 
 def test_smollm2_equals_pytorch(smollm2):
-    """Logits of 512 tokens, perplexity of 1,024, against transformers' own reading of the file."""
+    """Logits of 512 tokens, perplexity of 1,024, against transformers' own reading of the file.
+
+    The text is Python's own, and 3.13 rewrote it: the number known beforehand is of older ones.
+    """
     tokens = parity.example_tokens(smollm2, 1024)
     theirs = parity.pytorch_model(smollm2, convert.open_source("smollm2-135m-instruct").path)
     reference = hf_models.logits(theirs, tokens[None])[0]
@@ -237,12 +241,13 @@ def test_smollm2_equals_pytorch(smollm2):
     difference = np.abs(ours[0] - reference)[:512]
     assert difference.max() <= 1e-3
     assert difference.mean() <= 1e-4
-    # By PyTorch's own loss, not by our function.
+    # By PyTorch's own loss of its own logits, not by our function.
     loss = torch.nn.functional.cross_entropy(
-        torch.from_numpy(ours[0, :-1].copy()), torch.from_numpy(tokens[1:])
+        torch.from_numpy(reference[:-1].copy()), torch.from_numpy(tokens[1:])
     )
-    assert float(loss.exp()) == pytest.approx(13.926, abs=1e-3)
     assert parity.perplexity(ours[0], tokens) == pytest.approx(float(loss.exp()), rel=1e-5)
+    if sys.version_info < (3, 13):
+        assert parity.perplexity(ours[0], tokens) == pytest.approx(13.926, abs=1e-3)
 
 
 def test_bfloat16_is_not_rounded_twice(tmp_path):
