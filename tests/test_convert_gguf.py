@@ -1,7 +1,8 @@
 """GGUF files: every storage type, row order, configuration; SmolLM2 against PyTorch."""
 
+import hashlib
 import importlib.metadata
-import sys
+from pydoc_data.topics import topics
 
 import gguf
 import hf_models
@@ -228,11 +229,12 @@ def test_smollm2_tokenizer(smollm2):
     assert "Hi<|im_end|>" in text
 
 
-def test_smollm2_equals_pytorch(smollm2):
-    """Logits of 512 tokens, perplexity of 1,024, against transformers' own reading of the file.
+# sha256 of the characters whose 1,024 tokens have the perplexity below; Python 3.13 rewrote them.
+KNOWN_TEXT = "757809807cd4b0360c5afd9ea97fac9584637398933c7b82b681e5f13357be54"
 
-    The text is Python's own, and 3.13 rewrote it: the number known beforehand is of older ones.
-    """
+
+def test_smollm2_equals_pytorch(smollm2):
+    """Logits of 512 tokens, perplexity of 1,024, against transformers' own reading of the file."""
     tokens = parity.example_tokens(smollm2, 1024)
     theirs = parity.pytorch_model(smollm2, convert.open_source("smollm2-135m-instruct").path)
     reference = hf_models.logits(theirs, tokens[None])[0]
@@ -241,13 +243,19 @@ def test_smollm2_equals_pytorch(smollm2):
     difference = np.abs(ours[0] - reference)[:512]
     assert difference.max() <= 1e-3
     assert difference.mean() <= 1e-4
-    # By PyTorch's own loss of its own logits, not by our function.
-    loss = torch.nn.functional.cross_entropy(
-        torch.from_numpy(reference[:-1].copy()), torch.from_numpy(tokens[1:])
+    # By PyTorch's own loss, not by our function.
+    perplexity, wanted = (
+        float(
+            torch.nn.functional.cross_entropy(
+                torch.from_numpy(logits[:-1].copy()), torch.from_numpy(tokens[1:])
+            ).exp()
+        )
+        for logits in (ours[0], reference)
     )
-    assert parity.perplexity(ours[0], tokens) == pytest.approx(float(loss.exp()), rel=1e-5)
-    if sys.version_info < (3, 13):
-        assert parity.perplexity(ours[0], tokens) == pytest.approx(13.926, abs=1e-3)
+    assert perplexity == pytest.approx(wanted, rel=1e-5)
+    assert parity.perplexity(ours[0], tokens) == pytest.approx(perplexity, rel=1e-5)
+    if hashlib.sha256(topics["types"][:4700].encode()).hexdigest() == KNOWN_TEXT:
+        assert perplexity == pytest.approx(13.926, abs=1e-3)
 
 
 def test_bfloat16_is_not_rounded_twice(tmp_path):
